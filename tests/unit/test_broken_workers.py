@@ -11,9 +11,10 @@ from typing import Any, Final
 import pytest
 
 from percore import WorkerDied
-from percore._protocol.messages import ITEM_SHIFT, RETURNED, TIMED_OUT, UNPICKLED, Kind
+from percore._protocol.messages import ITEM_SHIFT, RETURNED, TIMED_OUT, UNPICKLED, VALUE, Kind
 from tests.counts import times
 from tests.unit.call_orders import FAULTS, Case, World, watched, world
+from tests.unit.stepped_calls import Ask
 from tests.unit.stepped_workers import StepWorker
 
 pytestmark = pytest.mark.asyncio_only
@@ -95,6 +96,27 @@ def test_v9_arguments_that_need_no_reading_are_kept_whatever_a_worker_says() -> 
         liar.kill()
         one.finish()
         assert [call.result() for call in one.calls] == [0, 1]
+
+
+@pytest.mark.parametrize("of_call", [{}, {"key": "k"}], ids=["awaited", "planned"])
+def test_v9_a_call_that_is_answered_before_its_nested_calls_are_dropped_takes_no_place_twice(of_call: dict[str, Any]) -> None:
+    """It has given its place back: a load of -1 would stay, and the worker could not be buried."""
+    with world(Case({"asks": 1, "dies": 1}, calls=1, workers=1, asks=(Ask(),), of_call=of_call), ()) as one:
+        for step in ("submits", "w0.1 reads", "w0.1 reads", "asks w0.1 0 0", "s hears w0.1"):
+            one.take(step)
+        (liar,) = one.workers
+        (number,) = (number for number, label in liar.labels.items() if label == 0)
+        (member,) = one.supervisor.members
+        assert member.load == [1, 0, 0]  # the nested call has the place
+        assert not lies(one, liar, (VALUE, number, 0))
+        assert member.families == {}
+        assert member.load[Kind.TASK] == len(member.calls)  # the nested call was cancelled, and may go on for a while
+        liar.kill()
+        one.go_on(lambda: one.calls[0].done() and liar.state == "gone")
+        assert one.calls[0].result() == 0
+        one.close("cuts")
+        one.loop.settle()
+        one.go_on(lambda: all(task.done() for task in one.tasks.values()) and not one.living())
 
 
 def test_v9_a_call_without_a_timeout_does_not_exceed_it() -> None:
