@@ -118,7 +118,8 @@ class Control(Verbs):
             hard_timeout: how many seconds one attempt may run, for code that ignores cancellation. After that it is cancelled, and
                 it ends with TimeoutError as soon as it has ended in its worker. Its worker gets no more calls meanwhile. If the
                 attempt goes on for another second, or for half of `kill_after`, the worker is replaced. `kill_after` seconds after
-                the cancellation the worker is killed; its other calls have had that long to end.
+                the cancellation the worker is killed; its other calls have had that long to end. A call from inside a call may run
+                in the worker of its caller, which then dies with it.
             rate: how many calls of the key begin in how much time, such as `percore.Rate(10, per=1)`. A call that has to wait
                 for that holds no place, and `queue_timeout` limits its wait. Each attempt counts. The rate is the key's: all its
                 calls wait for it and count, and the options of a later call may change it. See also `set_rate`.

@@ -75,8 +75,9 @@ class Runner(Control):
         start_timeout: how many seconds a worker may take to become ready.
         kill_after: how many seconds a worker may take to end after it was asked to, or after its start failed. Then percore kills
             it. For a worker that drains, the time counts from the end of its last call.
-        max_tasks_per_worker: how many calls a worker begins before percore replaces it. Broadcasts do not count. The replacement
-            starts ahead of time; if it is not ready in time, calls wait. Default: no limit.
+        max_tasks_per_worker: how many calls a worker begins at most before percore replaces it. Broadcasts do not count. The
+            replacement starts ahead of time; if it is not ready in time, calls wait. If it is ready earlier, it takes over what the
+            old worker has not begun. Default: no limit.
         max_memory_per_worker: how many bytes of memory a worker may have before percore replaces it, counted without shared memory.
             About every second percore reads what the workers have. The new worker takes over as soon as it is ready; the old one
             finishes the calls that it has begun, however long they take. Default: no limit.
