@@ -449,7 +449,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "the fork server (pid %d) died %s, and its workers with it%s": at(
         "tests/e2e/test_fork_server_deaths.py::test_its_own_death_is_named_and_usage_shows_it", "and its workers with it"
     ),
-    "the fork server died as soon as it was started\n…": at(
+    "the fork server died as soon as it was started…": at(
         "tests/e2e/test_fork_server_deaths.py::test_a_fork_server_that_dies_at_once_tells_why", "died as soon as it was started"
     ),
     # Options of a runner

@@ -98,6 +98,11 @@ class ForkServerProcess:
             with contextlib.suppress(OSError):  # it has told nothing, or its socket is closed here
                 self.reason = self.reason or self._ctl.recv(MOST_REASON).decode(errors="replace")
 
+    def last_line(self) -> str:
+        """Return the last line of its traceback, to be appended to a text; empty if there is none."""
+        lines = self.reason.rstrip().splitlines()
+        return f": {lines[-1]}" if lines else ""
+
     def end(self) -> None:
         """Kill it. It has nothing to clean up, and SIGKILL works even while it is stopped."""
         if self.is_ended:
@@ -207,8 +212,9 @@ class ForkServers:
         try:
             server.send(fds)
         except ConnectionError as error:
-            server.hear()
-            raise OSError(error.errno, f"the fork server died as soon as it was started\n{server.reason}".rstrip()) from None
+            server.is_lost = True
+            self._retire(server)
+            raise OSError(error.errno, f"the fork server died as soon as it was started{server.last_line()}") from None
 
     def warm_up(self, preload: str) -> None:
         """Start a fork server that fits the current environment, if there is none.

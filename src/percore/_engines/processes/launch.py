@@ -63,7 +63,7 @@ class Process(Protocol):
     """Once it has ended: whether nobody knows if it was ever started, because the helper that was to start it has died."""
 
     reason_lost: str
-    """The traceback with which that helper has failed; empty if it is unknown."""
+    """The end of the traceback with which that helper has failed; empty if it is unknown."""
 
 
 class Launcher(Protocol):
