@@ -30,7 +30,6 @@ import logging
 import os
 import threading
 from collections import deque
-from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from percore._common.log import report
@@ -38,7 +37,7 @@ from percore._common.system import new_loop
 from percore._executor.futures import begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
 from percore._executor.readings import Readings
-from percore._runner.early import MODULES, cool_down
+from percore._runner.early import MODULES, cool_down, import_uncollected
 
 if TYPE_CHECKING:
     import asyncio
@@ -66,7 +65,7 @@ _OVER: Final = ExecutorPhase.OVER
 
 def _import_modules() -> None:
     for name in (*MODULES, "percore._runner.assembly", "percore._executor.jobs"):
-        import_module(name)
+        import_uncollected(name)
 
 
 Assemble: TypeAlias = "Callable[[asyncio.AbstractEventLoop, WorkerObserver | None], Assembly]"
