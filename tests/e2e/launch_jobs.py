@@ -5,6 +5,7 @@ python -m tests.e2e.launch_jobs STORY LAUNCHER
 
 import asyncio
 import faulthandler
+import gc
 import json
 import os
 import re
@@ -45,6 +46,7 @@ def tell_world(boot: bytes, fds: list[int]) -> None:
         "inheritable": [fd for fd in fds if os.get_inheritable(fd)],
         "stdin": os.path.realpath("/proc/self/fd/0"),
         "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+        "collects": gc.isenabled(),
     }
     sys.stdout.write(f"a word from {boot.decode()}\n")
     with open(fds[0], "w") as file:

@@ -154,6 +154,7 @@ async def test_a_child_sees_the_world_of_the_moment_of_its_launch(
         assert world["stdin"] == os.devnull
         assert world["inheritable"] == []
         assert world["blocked"] == []
+        assert world["collects"]
         # 0 to 2, its lifelines, its one fd: nothing of the fork server, of a sibling or of this process.
         assert len(world["fds"]) <= (6 if kind == "forkserver" else 5)
         assert (folder / "out").read_text() == f"a word from {turn}\n"

@@ -216,7 +216,6 @@ def _preload(modules: Iterable[str], of_program: Iterable[str]) -> list[int]:
 
     Return the fds that the program's modules have opened.
     """
-    gc.disable()  # the user waits for the imports; their garbage is small (about 70 kB), and is frozen with the rest
     for name in modules:
         importlib.import_module(name)
     if uvloop_wanted():

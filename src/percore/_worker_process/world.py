@@ -18,6 +18,7 @@ import array
 import contextlib
 import errno
 import fcntl
+import gc
 import importlib
 import io
 import marshal
@@ -79,6 +80,7 @@ class Helper:
         """Do what `python -c BOOT data fd...` would do."""
         Helper.has_begun = True
         os.close(parent_sentinel)
+        gc.disable()
         sys.argv[:] = ["-c", "", *map(str, self._fds)]
         sys.path[:] = self._data[0]  # type: ignore[call-overload]  # each target's data begin with it
         module, _, name = self._target.partition(":")
@@ -140,7 +142,9 @@ def enter(world: World) -> None:
 def call_entry(world: World, fds: list[int]) -> None:
     """Import and call the entry point: `percore._worker_process.main.run`, which does not return, or a test's function."""
     module, _, name = world.entry.partition(":")
-    getattr(importlib.import_module(module), name)(world.boot, fds)
+    entry = getattr(importlib.import_module(module), name)
+    gc.enable()  # a fresh interpreter has imported all this without collections
+    entry(world.boot, fds)
 
 
 def take_streams(out: int, err: int) -> None:

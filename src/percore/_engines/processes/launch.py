@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 
 ENTRY = "percore._worker_process.main:run"
 
-# Sets sys.path first: percore may be importable only because the supervisor's program changed sys.path.
+# Sets sys.path first: percore may be importable only because the supervisor's program changed sys.path. It imports without garbage
+# collections, which would find nothing. The fork server turns them on again before it forks, and a spawned worker before it calls
+# its entry.
 _BOOT = """\
-import sys, marshal
+import gc, sys, marshal
+gc.disable()
 with open(int(sys.argv[1]), "rb") as file:
     data = marshal.load(file)
 sys.path[:] = data[0]
