@@ -11,8 +11,9 @@ import percore
 from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import ended, serves
 from tests.faults import LIMIT, Wire
-from tests.internals import slots_used
+from tests.internals import members_of, slots_used
 from tests.sweep import places
+from tests.waiting import until
 
 LARGE = 200_000
 
@@ -79,6 +80,8 @@ async def test_c3_cancelled_while_its_worker_stands_at_a_step_of_it(call: Any, a
             assert future.cancelled() == cancelled
             await serves(runner)
             assert (await ended(runner.submit(calls.who)))[2] == pid
+            async with asyncio.timeout(LIMIT):  # the other thread has served these calls, and the one that stood may come late
+                await until(lambda: not any(member.pending for member in members_of(runner)))
             assert slots_used(runner) == 0
     assert not {f"worker.{step}" for step in ("bell.read", "call.marked", "call.running", "frame.written")} - stood
     assert stood & {"worker.outcome.ready", "worker.outcome.stored"}
