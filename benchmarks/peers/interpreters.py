@@ -10,7 +10,6 @@ import os
 import pickle
 import sys
 import threading
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +115,7 @@ class _Engine:
     def rouse(self) -> None: ...
 
     def start(self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[object]) -> _Worker:
-        return _Worker(self, replace(self._start, index=index, generation=generation), on_exit)
+        return _Worker(self, self._start._replace(index=index, generation=generation), on_exit)
 
     async def memory(self, workers: Sequence[object], enough: int) -> list[int | None]:
         return [None] * len(workers)

@@ -734,6 +734,9 @@ SENTENCES: Final[dict[str, Use]] = {
         lambda runner: runner.run(nested_jobs.after_end)
     ),
     "percore.…() works only in a worker, inside a call": lambda _: percore.current_worker(),
+    "a CurrentWorker cannot be changed: it says in which worker a call runs": lambda _: setattr(
+        percore.CurrentWorker(0, 1, 2), "index", 1
+    ),
     "this runner has no lifespan, and percore.state() needs one: percore.Runner(lifespan=...)": (
         lambda runner: runner.run(percore.state)
     ),

@@ -1,6 +1,7 @@
 """percore.state(kind): which kinds it takes, and what it says of others."""
 
 import abc
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,3 +67,18 @@ def test_what_is_no_class(kind: Any) -> None:
 def test_what_a_check_raises_is_the_users() -> None:
     with pytest.raises(TypeError, match=r"^not comparable$"):
         percore.state(Refused)
+
+
+def test_a_worker_is_a_value() -> None:
+    worker, same = CurrentWorker(0, 1, 2, node="a"), CurrentWorker(0, 1, 2, node="a")
+    assert (worker == same, hash(worker) == hash(same), worker != CurrentWorker(1, 1, 2, node="a"), worker != 0) == (True,) * 4
+    assert repr(worker) == "CurrentWorker(index=0, generation=1, pid=2, node='a')"
+    assert pickle.loads(pickle.dumps(worker)) == worker
+    match worker:
+        case CurrentWorker(index, generation, pid, sockets, node):
+            assert (index, generation, pid, sockets, node) == (0, 1, 2, (), "a")
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        worker.pid = 3
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        del worker.pid
+    assert worker.pid == 2

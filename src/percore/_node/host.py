@@ -14,7 +14,7 @@ It makes no decisions. Invariants:
 import asyncio
 import pickle
 import time
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.worker_start import places_of
@@ -121,7 +121,7 @@ class Host:
             options = RunnerOptions.checked(**orders.sizes)
             self.places = places_of(options)
             guest = Guest(
-                replace(orders.start, node=orders.node), orders.loop_factory, orders.debug, lambda: self._levels, self._log
+                orders.start._replace(node=orders.node), orders.loop_factory, orders.debug, lambda: self._levels, self._log
             )
             self._engine = ProcessEngine(self._loop, options, main_here(orders.main, orders.source), guest=guest)
         except Exception as error:

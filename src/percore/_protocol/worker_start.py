@@ -1,7 +1,6 @@
 """What a worker of any engine is started with: plain values, and pickles of the user's objects."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Given = tuple[Callable[..., object] | None, tuple[Any, ...]]
@@ -24,8 +23,7 @@ class ExecutorSettings(NamedTuple):
     initializer: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStart:
+class WorkerStart(NamedTuple):
     """What a worker is started with. The pickles are empty for None.
 
     Attributes:
@@ -42,7 +40,7 @@ class WorkerStart:
         has_spare: whether there are more CPUs than workers.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     generation: int
     threads: int
     lifespan: bytes

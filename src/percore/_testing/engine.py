@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
-from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -218,7 +217,7 @@ class FakeEngine:
         self._factory: _TaskFactory | None = factory
 
     def start(self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]) -> FakeWorker:
-        return self.worker_class(self, replace(self._start, index=index, generation=generation), on_exit, sockets)
+        return self.worker_class(self, self._start._replace(index=index, generation=generation), on_exit, sockets)
 
     def renew(self) -> None:
         """Do nothing: there is one process, and it has its modules."""

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass, field
 from socket import socket
 from typing import Any, Final, TypeVar, overload
 
 T = TypeVar("T")
 
+_FIXED: Final = "a CurrentWorker cannot be changed: it says in which worker a call runs"
 
-@dataclass(frozen=True, slots=True)
+
 class CurrentWorker:
     """The worker that a call runs in.
 
@@ -22,11 +22,37 @@ class CurrentWorker:
             copy that was pickled has none.
     """
 
+    # No dataclass: every start waits for this module in the fork server, and `dataclasses` takes longer than all the rest of it.
+
+    __slots__ = __match_args__ = ("index", "generation", "pid", "sockets", "node")
+
     index: int
     generation: int
     pid: int
-    sockets: tuple[socket, ...] = field(default=(), compare=False, repr=False)
-    node: str | None = None
+    sockets: tuple[socket, ...]
+    node: str | None
+
+    def __init__(self, index: int, generation: int, pid: int, sockets: tuple[socket, ...] = (), node: str | None = None) -> None:
+        for name, value in zip(self.__slots__, (index, generation, pid, sockets, node), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(_FIXED)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(_FIXED)
+
+    def _identity(self) -> tuple[int, int, int, str | None]:
+        return self.index, self.generation, self.pid, self.node
+
+    def __eq__(self, other: object) -> bool:
+        return self._identity() == other._identity() if isinstance(other, CurrentWorker) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __repr__(self) -> str:
+        return f"CurrentWorker(index={self.index}, generation={self.generation}, pid={self.pid}, node={self.node!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CurrentWorker, (self.index, self.generation, self.pid, (), self.node)

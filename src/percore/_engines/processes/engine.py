@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from percore._calls.worker_start import pickled_initializer, pickled_option, places_of, start_of
@@ -171,7 +170,7 @@ class ProcessEngine:
     ) -> ProcessWorker:
         logs = LogReceiver(index, self._handle_record)
         try:
-            start = replace(self._boot.start, index=index, generation=generation)
+            start = self._boot.start._replace(index=index, generation=generation)
             boot = self._boot._replace(start=start, levels=self._levels(), sockets=len(sockets))
             # Also if multiprocessing passes it on: otherwise a fork would start a tracker itself.
             tracker = multiprocessing_state.tracker()

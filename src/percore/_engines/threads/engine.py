@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -52,7 +51,7 @@ class ThreadEngine:
         self._workers: WeakSet[ThreadWorker] = WeakSet()
 
     def start(self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]) -> ThreadWorker:
-        worker = ThreadWorker(self, replace(self._start, index=index, generation=generation), on_exit, sockets)
+        worker = ThreadWorker(self, self._start._replace(index=index, generation=generation), on_exit, sockets)
         self._workers.add(worker)
         return worker
 
