@@ -106,7 +106,7 @@ class Pair:
         results = SlotWriter(self.slots[1], SLOT_SIZE, SLOT_SIZE)
         readers = [SlotReader(memory, SLOT_SIZE) for memory in self.slots]
         rings = RingWriter(view[down]), RingReader(view[up])
-        self.link = SupervisorSide(loop, rings, cast("Bell", bells[0]), (self.arena, readers[1]), leases=0)
+        self.link = SupervisorSide(loop, rings, cast("Bell", bells[0]), (self.arena, readers[1]), leases=0, lent=0)
         self.up = Side(self.link, bells[0])
         self.down = Side(
             Channel(loop, (RingWriter(view[up]), RingReader(view[down])), bells[1], (results, readers[0]), prompt=True), bells[1]

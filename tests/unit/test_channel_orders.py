@@ -11,11 +11,12 @@ A state is a path of steps, taken again from the start, because memory and descr
 positions, queues, slots and timers are one state. `make long` looks at all of them, 13,914 in the three sizes.
 """
 
+import os
 import select
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import pytest
 
@@ -121,11 +122,14 @@ class Ticket:
 class World:
     """The two sides, their memory, and what has happened so far."""
 
-    def __init__(self, ring: int, slots: int) -> None:
+    def __init__(self, ring: int, slots: int, leases: int = 0) -> None:
         self.loops = StepLoop(), StepLoop()
         loops = cast("Any", self.loops)
-        self._memories = Memory.create(2 * ring), Memory.create(slots * SLOT), Memory.create(slots * SLOT)
-        cell, arguments, results = self._memories
+        size = slots * SLOT
+        cell, arguments, results_here = Memory.create(2 * ring), Memory.create(size), Memory.create_for_writer(size)
+        arguments_there = Memory.of_reader(arguments.reader_fd(), size)
+        results = Memory(os.dup(results_here.fd), size, writable=True)
+        self.memories = cell, arguments, arguments_there, results, results_here
         self.bells = [SeenBell(bell_of(fds)) for fds in bell_fds()]
         self.bells[0].other, self.bells[1].other = self.bells[1], self.bells[0]
         up, down = (cast("Bell", bell) for bell in self.bells)
@@ -133,14 +137,16 @@ class World:
         self.results = SlotWriter(results, SLOT, SLOT)
         view = cell.view
         self.supervisor = SupervisorSide(
-            loops[0], (RingWriter(view[:ring]), RingReader(view[ring:])), up, (self.arena, SlotReader(results, SLOT)), leases=0
+            *(loops[0], (RingWriter(view[:ring]), RingReader(view[ring:])), up, (self.arena, SlotReader(results_here, SLOT))),
+            leases=leases,
+            lent=leases,
         )
         self.worker = WorkerSide(
             loops[1],
             (RingWriter(view[ring:]), RingReader(view[:ring])),
             down,
-            (self.results, SlotReader(arguments, SLOT)),
-            leases=0,
+            (self.results, SlotReader(arguments_there, SLOT)),
+            leases=leases,
         )
         self.parcels: dict[int, int] = {}
         self.unsent = deque(BODIES)
@@ -274,14 +280,17 @@ class World:
             channel.close()
             channel.close()
         self.broken.clear()
-        for memory in self._memories:
+        for memory in self.memories:
             memory.close()
 
 
+W = TypeVar("W", bound=World)
+
+
 @contextmanager
-def world(sizes: tuple[int, int], path: tuple[str, ...]) -> Iterator[World]:
+def world(make: Callable[[], W], path: tuple[str, ...]) -> Iterator[W]:
     """Take the steps of a path in a new world."""
-    one = World(*sizes)
+    one = make()
     try:
         for name in path:
             one.take(name)
@@ -293,22 +302,30 @@ def world(sizes: tuple[int, int], path: tuple[str, ...]) -> Iterator[World]:
         one.close()
 
 
-def explore(sizes: tuple[int, int], most: int) -> int:
+def explore(make: Callable[[], World], most: int) -> int:
     """Look at each state, breadth first, up to so many. Return how many there were."""
     seen: set[object] = set()
     paths: deque[tuple[str, ...]] = deque([()])
     while paths and len(seen) < most:
         path = paths.popleft()
-        with world(sizes, path) as one:
+        with world(make, path) as one:
             state = one.state()
             if state in seen:
                 continue
             seen.add(state)
             paths.extend((*path, name) for name, _ in one.steps())
             one.finish()
-        with world(sizes, path) as one:
+        with world(make, path) as one:
             one.die()
     return len(seen)
+
+
+def make_small(ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let frames fit into rings of this size, and all but a few bytes need a slot."""
+    for module in (arena_module, channel_module):
+        monkeypatch.setattr(module, "INLINE_LIMIT", INLINE)
+    monkeypatch.setattr(frames, "MAX_FRAME", ring // 2)
+    monkeypatch.setattr(frames, "LARGEST_FRAME", largest_frame(ring))
 
 
 @pytest.mark.long
@@ -316,9 +333,5 @@ def explore(sizes: tuple[int, int], most: int) -> int:
 def test_in_every_order_of_steps_everything_arrives_and_a_death_loses_nothing_published(
     sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring, _ = sizes
-    for module in (arena_module, channel_module):
-        monkeypatch.setattr(module, "INLINE_LIMIT", INLINE)
-    monkeypatch.setattr(frames, "MAX_FRAME", ring // 2)
-    monkeypatch.setattr(frames, "LARGEST_FRAME", largest_frame(ring))
-    assert explore(sizes, times(300, 10**7)) >= 300
+    make_small(sizes[0], monkeypatch)
+    assert explore(lambda: World(*sizes), times(300, 10**7)) >= 300

@@ -136,8 +136,8 @@ class Leases:
 
     def _end(self, payload: int) -> None:
         self._slots.forget(payload)
-        self._give_up(payload & SLOT_MASK)
         self.on_end(payload)
+        self._give_up(payload & SLOT_MASK)  # last: the other side must hear of this end before it hears of another lease
 
     def _give_up(self, slot: int) -> None:
         with self._lock:

@@ -212,7 +212,8 @@ class Link:
             view = self._cell.view
             rings = RingWriter(view[:RING_SIZE]), RingReader(view[RING_SIZE : 2 * RING_SIZE])
             results = SlotReader(self._results, layout.slot_size)
-            self.channel = SupervisorSide(loop, rings, bell, (store, results), leases=_most_of(results.count))
+            own_leases = _most_of(results.count)
+            self.channel = SupervisorSide(loop, rings, bell, (store, results), leases=own_leases, lent=layout.leases)
             undo.pop_all()
 
     def close_fds(self) -> None:

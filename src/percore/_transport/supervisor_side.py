@@ -26,10 +26,12 @@ class SupervisorSide(Channel):
         slots: tuple[Arena, SlotReader],
         *,
         leases: int,
+        lent: int,
     ) -> None:
-        """As for `Channel`."""
+        """As for `Channel`. `lent`: how many slots of the arena the worker may lease."""
         super().__init__(loop, rings, bell, slots, prompt=False, leases=leases)
         self._arena = slots[0]
+        self._lent = lent
         self._held: list[int] = []
         """Parcels whose slots back arrays in the worker. There are a few at most."""
         self.own: dict[int, Callable[[int, Any], None]] = {LEASED: self._hold, UNLEASED: self._let_go}
@@ -85,6 +87,8 @@ class SupervisorSide(Channel):
         """Arrays in the worker use this slot: hold it until the worker has dropped them or has died."""
         if type(parcel) is not int:
             raise BrokenFrame(f"{type(parcel).__name__} was leased, which is no slot")
+        if len(self._held) >= self._lent:  # it could keep all slots from the other workers
+            raise BrokenFrame(f"more than {self._lent} slots were leased")
         self._arena.hold(parcel)
         self._held.append(parcel)
 
