@@ -216,6 +216,20 @@ async def test_a_reading_ends_with_the_runner_although_its_host_does_not_answer(
     await closing
 
 
+async def test_a_close_that_asyncio_run_cancels_leaves_nothing() -> None:
+    """It cancels all tasks, percore's own, too. A fixture looks for threads and mappings."""
+    runner = OneNodeRunner(1)
+    await runner.start()
+    closing = asyncio.create_task(runner.aclose())
+    engine = engine_of(runner)
+    await until(lambda: engine._is_closed)
+    (task,) = (task for task in asyncio.all_tasks() if task.get_name() == "percore-close")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert engine.links == []
+
+
 async def test_a_host_that_is_lost_with_its_answer_gets_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """1. the host says how much room it has, and dies  2. one turn of the loop reads both  3. the engine goes on with the room."""
 

@@ -10,7 +10,7 @@ the test asks:
 - If the worker dies right here: do the arguments of each call still have their bytes, for another attempt, is no slot left, and can
   the arrays of the dead worker be read, and dropped at any time?
 
-`make long` looks at STATES states.
+`make long` looks at all of them in small sizes.
 """
 
 import pickle

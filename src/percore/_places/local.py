@@ -56,8 +56,10 @@ class LocalPlaces:
         self.hosts.clear()
         for host in starts.values():
             _end(host)
-        await asyncio.gather(*starts, return_exceptions=True)
-        await in_thread("percore-host", partial(_close, hosts))
+        try:
+            await asyncio.gather(*starts, return_exceptions=True)
+        finally:
+            await in_thread("percore-host", partial(_close, hosts))
 
 
 def _placed(name: str, host: HostProcess, token: bytes, before: HostProcess | None) -> Place | NoPlace:

@@ -120,7 +120,9 @@ class RayPlaces:
                     ray.kill(keeper)
 
     async def aclose(self) -> None:
-        with suppress(TimeoutError):  # Ray ends them when this program disconnects
-            async with asyncio.timeout(_CLOSE):
-                await in_thread(THREAD, lambda: self._kill(self._keepers[:]))
-        await self._connection.aclose()
+        try:
+            with suppress(TimeoutError):  # Ray ends them when this program disconnects
+                async with asyncio.timeout(_CLOSE):
+                    await in_thread(THREAD, lambda: self._kill(self._keepers[:]))
+        finally:
+            await self._connection.aclose()

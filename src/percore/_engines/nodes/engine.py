@@ -309,22 +309,26 @@ class NodesEngine:
         self._is_closed = True
         if self._again is not None:
             self._again.cancel()
-        if self._search is not None:
-            self._search.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._search
-        links, self.links = self.links, []
-        await asyncio.gather(*(self._end(link) for link in links))
-        self._pulse.end()
         try:
-            await self._places.aclose()
-        finally:
-            self.store.close()
+            if self._search is not None:
+                self._search.cancel()
+                with suppress(asyncio.CancelledError):
+                    await self._search
+            links, self.links = self.links, []
+            await asyncio.gather(*(self._end(link) for link in links))
+        finally:  # `asyncio.run` may cancel this task, too
+            self._pulse.end()
+            try:
+                await self._places.aclose()
+            finally:
+                self.store.close()
 
     async def _end(self, link: NodeLink) -> None:
-        if not await link.aclose(_END):
-            report(logging.WARNING, "the host on node %s did not end within %g s, and was killed", link.node, _END)
-        self._ends.pop(link)()
+        try:
+            if not await link.aclose(_END):
+                report(logging.WARNING, "the host on node %s did not end within %g s, and was killed", link.node, _END)
+        finally:
+            self._ends.pop(link)()
 
 
 _UNUSED: Final = dict.fromkeys(
