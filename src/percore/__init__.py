@@ -9,6 +9,7 @@ tasks in it, plain functions run on threads. Calls and results travel through sh
 The package imports each public name on first use, so that a worker does not load the supervisor's modules.
 """
 
+import gc
 import sys
 from importlib import import_module
 
@@ -126,13 +127,27 @@ _HOMES = {
 }
 
 
+def _import_uncollected(name: str) -> object:
+    """Import a module of percore without garbage collections meanwhile, and return it.
+
+    Nearly everything that an import makes stays, so collections would find nothing, and look at all of it again and again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> object:
         home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{home}"), name)
+        value = getattr(_import_uncollected(f"{__name__}.{home}"), name)
         globals()[name] = value
         return value
 

@@ -5,8 +5,8 @@ from itertools import chain, combinations
 
 import pytest
 
+from percore._common.errors import IllegalEvent
 from percore._executor.life import ABRUPTLY, AFTER_SHUTDOWN, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
-from percore._scheduler.lifecycle import IllegalEvent
 
 WAYS: dict[ExecutorPhase, list[ExecutorEvent]] = {
     ExecutorPhase.UNUSED: [],

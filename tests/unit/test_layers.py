@@ -134,7 +134,7 @@ MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
 DECIDES = {
     "_scheduler": {"_common.errors", "_common.options", "_common.rates", "_protocol.messages"},
     "_calls.policy": {"_common.call_options", "_common.callables", "_common.options", "_common.rates", "_common.worker_errors"},
-    "_executor.life": {"_scheduler.lifecycle"},
+    "_executor.life": {"_common.errors"},
     "_map.results": set(),
 }
 
@@ -223,7 +223,7 @@ def imports(module: str, node: ast.AST, *, typing_only: bool = False) -> Iterato
         elif isinstance(child, ast.Import):
             yield from (Import(module, alias.name, typing_only, child.lineno) for alias in child.names if alias.name != "percore")
         elif isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == "percore":
-            if child.attr == "__version__":  # a constant of the package
+            if child.attr in {"__version__", "_import_uncollected"}:  # the package's own: they load nothing
                 continue
             home = percore._HOMES.get(child.attr, child.attr)  # else a module, as in `percore.testing`
             yield Import(module, f"percore.{home}", typing_only, child.lineno)

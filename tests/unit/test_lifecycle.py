@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from percore._scheduler.lifecycle import Deadline, Event, IllegalEvent, Life, State
+from percore._common.errors import IllegalEvent
+from percore._scheduler.lifecycle import Deadline, Event, Life, State
 
 READY, FAIL, DRAIN, FINISH, EXIT = Event.READY, Event.FAIL, Event.DRAIN, Event.FINISH, Event.EXIT
 

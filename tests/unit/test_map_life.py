@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from percore._scheduler.lifecycle import IllegalEvent
+from percore._common.errors import IllegalEvent
 from percore._scheduler.map_life import MapEvent, MapLife, MapPhase
 
 BEGIN, FEED, EXHAUST, STOP, CLOSE = MapEvent

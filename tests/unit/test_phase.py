@@ -3,7 +3,7 @@
 import pytest
 
 from percore import RunnerBroken, RunnerClosed
-from percore._scheduler.lifecycle import IllegalEvent
+from percore._common.errors import IllegalEvent
 from percore._scheduler.phase import Phase, PhaseEvent, Replaces, RunnerPhase
 
 CLOSE, BREAK, CUT, FINISH, END = PhaseEvent.CLOSE, PhaseEvent.BREAK, PhaseEvent.CUT, PhaseEvent.FINISH, PhaseEvent.END

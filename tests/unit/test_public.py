@@ -176,9 +176,9 @@ def test_a_program_starts_its_fork_server_before_it_imports_what_its_workers_nee
     """Both processes import at the same time, whether or not the program has imported asyncio before."""
     call = "import percore; percore.LoopPoolExecutor(1).submit(abs, 1)"
     for name, program, most in (
-        ("executor", call, 33),
-        ("executor after asyncio", f"import asyncio; {call}", 33),
-        ("runner", "import asyncio, percore; asyncio.run(percore.Runner(1).start())", 33),
+        ("executor", call, 27),
+        ("executor after asyncio", f"import asyncio; {call}", 27),
+        ("runner", "import asyncio, percore; asyncio.run(percore.Runner(1).start())", 29),
     ):
         with subtests.test(name=name):
             loaded = loaded_by(UNTIL_THE_FORK_SERVER + program)

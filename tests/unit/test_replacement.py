@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from percore._scheduler.lifecycle import IllegalEvent
+from percore._common.errors import IllegalEvent
 from percore._scheduler.phase import Replaces
 from percore._scheduler.replacement import (
     LASTING,

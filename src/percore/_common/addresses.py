@@ -47,7 +47,6 @@ class UnixAddress(NamedTuple):
 
 
 Address: TypeAlias = InternetAddress | UnixAddress
-Listen: TypeAlias = Iterable[str | socket]
 
 
 def listen_of(value: object) -> tuple[Address | socket, ...]:

@@ -31,6 +31,10 @@ class PercoreError(Exception):
         return type(self), fields, self.__dict__.copy() or None
 
 
+class IllegalEvent(Exception):
+    """An event that the table of a state machine does not allow in this state: an error in percore, or a broken worker."""
+
+
 class RunnerClosed(PercoreError, RuntimeError):
     """The runner accepts no calls: it is not started, is closing, or is closed.
 

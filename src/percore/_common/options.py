@@ -13,7 +13,6 @@ from socket import socket
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from percore._common import hardening
-from percore._common.addresses import Address, Listen, listen_of
 from percore._common.engines import AnyEngine, EngineChoice, engine_of
 from percore._common.system import HAS_PIDFD, HAS_SETSIG, default_start_method
 from percore._common.tracing import Installed, Tracing
@@ -21,10 +20,13 @@ from percore._common.tracing import Installed, Tracing
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
+    from percore._common.addresses import Address
+
 Lifespan: TypeAlias = Callable[[], AbstractAsyncContextManager[Any] | AbstractContextManager[Any]]
 RetryOn: TypeAlias = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]
 Backoff: TypeAlias = float | Callable[[int], float]
 StartMethod: TypeAlias = Literal["forkserver", "spawn"]
+Listen: TypeAlias = Iterable[str | socket]
 
 _FOR_EVER: Final = 1e9
 MOST_WORKERS: Final = 1024
@@ -206,6 +208,14 @@ def _variables(values: object) -> "tuple[ContextVar[Any], ...]":
     return variables
 
 
+def _addresses(listen: object) -> "tuple[Address | socket, ...]":
+    if isinstance(listen, tuple) and not listen:
+        return ()
+    from percore._common.addresses import listen_of  # few runners listen
+
+    return listen_of(listen)
+
+
 _SETUP: Final = "put the setup of a worker in lifespan=..., and that of a thread in thread_initializer=..."
 RUNNER_ADVICE: Final = (
     dict.fromkeys(("max_workers", "processes", "n_jobs"), "write workers=...")
@@ -248,7 +258,7 @@ class RunnerOptions(NamedTuple):
     thread_initializer: Callable[[], object] | None
     max_pending: int | None
     blocked_after: float | None
-    listen: tuple[Address | socket, ...]
+    listen: "tuple[Address | socket, ...]"
     engine: EngineChoice | None = None
     """None: processes."""
     harden: bool = False
@@ -338,7 +348,7 @@ class RunnerOptions(NamedTuple):
             thread_initializer=thread_initializer,
             max_pending=_bound("max_pending", max_pending),
             blocked_after=None if blocked_after is None else seconds_of("blocked_after", blocked_after),
-            listen=listen_of(listen),
+            listen=_addresses(listen),
             engine=choice,
             harden=_harden(harden),
             is_counted=workers is None,

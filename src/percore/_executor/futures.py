@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from percore._common.errors import RemoteTraceback
 from percore._common.log import report
-from percore._serialization.exception_state import CAUSE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,12 +84,14 @@ def _end_as_theirs(error: BaseException) -> None:
 
     This runs no user code: the class of the error may refuse to set attributes (a frozen dataclass), and the future must end.
     """
+    from percore._serialization.exception_state import CAUSE  # imported by now; the first call need not wait for it
+
     seen = set()
     while id(error) not in seen:
         seen.add(id(error))
         cause = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback:
-            from concurrent.futures.process import _RemoteTraceback  # imported by now; the first call need not wait for it
+            from concurrent.futures.process import _RemoteTraceback  # likewise
 
             CAUSE.__set__(error, _RemoteTraceback(cast(Any, str(cause))))
             return

@@ -17,7 +17,7 @@ Any thread may add a mark at any time, and no mark is ever removed. So no thread
 from enum import Enum
 from typing import Final
 
-from percore._scheduler.lifecycle import IllegalEvent
+from percore._common.errors import IllegalEvent
 
 ABRUPTLY: Final = "a worker process ended abruptly while the call was running or waiting; the pool is broken"
 AFTER_SHUTDOWN: Final = "cannot schedule new futures after shutdown"

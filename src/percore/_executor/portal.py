@@ -32,12 +32,13 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+import percore
 from percore._common.log import report
 from percore._common.system import new_loop
 from percore._executor.futures import begins, resolve
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
 from percore._executor.readings import Readings
-from percore._runner.early import MODULES, cool_down, import_uncollected
+from percore._runner.early import MODULES, cool_down
 
 if TYPE_CHECKING:
     import asyncio
@@ -65,7 +66,7 @@ _OVER: Final = ExecutorPhase.OVER
 
 def _import_modules() -> None:
     for name in (*MODULES, "percore._runner.assembly", "percore._executor.jobs"):
-        import_uncollected(name)
+        percore._import_uncollected(name)
 
 
 Assemble: TypeAlias = "Callable[[asyncio.AbstractEventLoop, WorkerObserver | None], Assembly]"

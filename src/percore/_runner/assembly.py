@@ -15,7 +15,8 @@ import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, Protocol
 
-from percore._runner.early import MODULES, import_uncollected
+import percore
+from percore._runner.early import MODULES
 
 if TYPE_CHECKING:
     from percore._common.options import RunnerOptions
@@ -37,7 +38,7 @@ async def import_modules() -> None:
     """Import MODULES one by one. Importing them all at once would block the event loop for too long."""
     for name in MODULES:
         if name not in sys.modules:
-            import_uncollected(name)
+            percore._import_uncollected(name)
             await asyncio.sleep(0)
 
 

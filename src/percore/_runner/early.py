@@ -5,10 +5,8 @@ So the two processes import at the same time on two CPUs. Importing this module 
 
 from __future__ import annotations
 
-import gc
 import sys
 from contextlib import suppress
-from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from percore._common.hardening import close_program
@@ -31,6 +29,7 @@ MODULES: Final = (
 
 LATER: Final = (
     "percore._calls.context_variables",
+    "percore._common.addresses",
     "percore._supervisor.admission",
     "percore._supervisor.hard_limits",
     "percore._supervisor.limited_worker",
@@ -39,20 +38,6 @@ LATER: Final = (
     "percore._supervisor.usage_elsewhere",
 )
 """Those of options that few runners have: they are imported for a runner with the option, or for the first call with it."""
-
-
-def import_uncollected(name: str) -> None:
-    """Import a module without garbage collections meanwhile.
-
-    Nearly everything that an import makes stays, so collections would find nothing, and look at all of it again and again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        import_module(name)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def check_start() -> None:

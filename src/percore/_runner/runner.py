@@ -14,10 +14,9 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
-from percore._common.addresses import Listen
 from percore._common.engines import AnyEngine, Maker
 from percore._common.errors import RunnerClosed
-from percore._common.options import RUNNER_ADVICE, Lifespan, RunnerOptions, StartMethod, advising, grace_of
+from percore._common.options import RUNNER_ADVICE, Lifespan, Listen, RunnerOptions, StartMethod, advising, grace_of
 from percore._runner.assembly import Assembly, EngineFactory, import_modules, running_loop
 from percore._runner.control import Control
 from percore._runner.early import check_start, warm_up

@@ -10,6 +10,8 @@ The system may report a worker's death in any state, so gone may follow every ot
 from enum import Enum
 from typing import Final, NamedTuple
 
+from percore._common.errors import IllegalEvent
+
 
 class State(Enum):
     """The states of a worker, as in the diagram above."""
@@ -110,10 +112,6 @@ _TABLE: Final[dict[State, _Row]] = {
     ),
     State.GONE: _Row(None, {}),
 }
-
-
-class IllegalEvent(Exception):
-    """An event that the table does not allow in this state: an error in percore, or a broken worker."""
 
 
 class Life:

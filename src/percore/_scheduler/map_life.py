@@ -8,7 +8,7 @@ A map never goes back. It may skip phases: `stop` also leads from feeding to sto
 from enum import Enum
 from typing import Final, NamedTuple
 
-from percore._scheduler.lifecycle import IllegalEvent
+from percore._common.errors import IllegalEvent
 
 
 class MapPhase(Enum):

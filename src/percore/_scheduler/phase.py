@@ -13,8 +13,7 @@
 from enum import Enum
 from typing import Final, NamedTuple
 
-from percore._common.errors import CUT_OFF, PercoreError, RunnerClosed
-from percore._scheduler.lifecycle import IllegalEvent
+from percore._common.errors import CUT_OFF, IllegalEvent, PercoreError, RunnerClosed
 
 
 class Phase(Enum):

@@ -27,7 +27,7 @@ failed to start, or it is not used: it was removed, or was added and its first w
 from enum import Enum
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
-from percore._scheduler.lifecycle import IllegalEvent
+from percore._common.errors import IllegalEvent
 from percore._scheduler.phase import Replaces
 
 LIMIT: Final = 10

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from percore._calls.calls import Awaited, Outcome, PendingCall, Planned
 from percore._calls.items import Batch
 from percore._calls.meters import ALL, Meter, Tally
-from percore._common.errors import RemoteError, overrun, shown
+from percore._common.errors import IllegalEvent, RemoteError, overrun, shown
 from percore._common.fault_points import POINTS, point
 from percore._common.measuring import count_in
 from percore._protocol.messages import (
@@ -34,7 +34,6 @@ from percore._protocol.messages import (
     Message,
     Payload,
 )
-from percore._scheduler.lifecycle import IllegalEvent
 from percore._serialization.exception_state import type_name_of
 from percore._serialization.exceptions import load_exception
 from percore._serialization.pickler import load
