@@ -10,7 +10,7 @@ the test asks:
 - If the worker dies right here: do the arguments of each call still have their bytes, for another attempt, is no slot left, and can
   the arrays of the dead worker be read, and dropped at any time?
 
-`make long` looks at all of them in small sizes.
+`make long` looks at all of them, 49,382 in the three sizes, and at random histories of larger ones.
 """
 
 import pickle
@@ -336,6 +336,50 @@ def test_v9_a_worker_that_leases_more_slots_than_it_may_is_broken(monkeypatch: p
         for parcel in one.parcels.values():
             one.arena.discard(parcel)
         assert one.arena.in_use == 0
+    finally:
+        one.close()
+
+
+def _takes(others: list[str]) -> bool:
+    others.append("a call for another worker")
+    return True
+
+
+class Interrupted:
+    """Memory at whose next copy Ctrl-C is pressed."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.view = self
+        self.is_pressed = False
+
+    def __setitem__(self, part: slice, data: bytes) -> None:
+        self._memory.view[part] = data
+        if not self.is_pressed:
+            self.is_pressed = True
+            raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+
+def test_an_interrupt_while_a_call_that_has_waited_is_copied_costs_its_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long copy is where Ctrl-C strikes. The call would never be sent, its slot be lost, and the others wait for ever."""
+    make_small(192, monkeypatch)
+    one = Leased(Sizes(192, 3, 1, 1, 0, ARGUMENTS, taken=3))
+    try:
+        one.send()
+        others: list[str] = []
+        one.arena.wait(partial(_takes, others))
+        memory: Any = Interrupted(one.arena._memory)
+        one.arena._memory = memory
+        with pytest.raises(KeyboardInterrupt):
+            dict(one.steps())["s frees"]()
+        assert [type(error) for error in one.broken] == [KeyboardInterrupt]
+        assert one.arena.in_use == 2
+        assert others
+        one.broken.clear()
+        one.die()
     finally:
         one.close()
 

@@ -3,11 +3,17 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from percore import Runner
+from percore._engines.nodes import channel as channels
+from percore._engines.nodes.channel import NodeChannel
+from percore._engines.nodes.link import NodeLink
 from percore._engines.nodes.store import NodesStore
 from percore._serialization.pickler import MainInfo
 from tests.waiting import until
@@ -65,6 +71,53 @@ async def test_a_lost_node_has_nothing(store: NodesStore) -> None:
     store.forget(links[0])
     store.discard(parcel)
     assert [len(link.said) for link in links] == [1, 2]
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+async def test_an_interrupt_while_messages_are_gathered_costs_one_worker_alone(
+    store: NodesStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other channel has to send would wait for ever: it counts as told."""
+    sent: list[int] = []
+    broken: list[BaseException] = []
+    later: list[Callable[[], None]] = []
+    link: Any = SimpleNamespace(_dirty=[], _loop=SimpleNamespace(call_soon=later.append), connection=Mock(), is_full=False)
+    link._flush = partial(NodeLink._flush, link)
+    link.wants = lambda one: NodeLink.wants(link, one)
+    link.put = lambda _kind, number, _data, *, unsent: sent.append(number)
+    for number in (1, 2):
+        channel = NodeChannel(number, link, store)
+        channel.open(lambda _: None, broken.append, lambda: None)
+        channel.send(1, 5, (7,))
+    with monkeypatch.context() as patch:
+        patch.setattr(channels, "next_frame", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            later.pop()()
+    assert [type(error) for error in broken] == [KeyboardInterrupt]
+    later.pop()()
+    assert len(sent) == 1
+    assert link.connection.write.called
+
+
+async def test_a_waiter_that_is_interrupted_keeps_no_other_one_waiting(store: NodesStore) -> None:
+    called = asyncio.Event()
+    slots: Any = [store.take() for _ in range(store.count)]
+    store.wait(interrupted)
+    store.wait(called.set)
+    with pytest.raises(KeyboardInterrupt):
+        _give_and_wake(store, slots.pop())
+    await called.wait()
+    for slot in slots:
+        store.give(slot, 0)
+
+
+def _give_and_wake(store: NodesStore, slot: int) -> None:
+    store._is_waking = True  # the loop would report the interrupt, and end
+    store.give(slot, 0)
+    store.has_room()
 
 
 async def test_waiters_are_called_in_order_in_the_loop_whoever_gives_a_slot_back(store: NodesStore) -> None:

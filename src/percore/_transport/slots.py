@@ -182,8 +182,12 @@ class SlotWriter:
                 waiter = self._waiters.popleft()
             except IndexError:  # another thread has just taken the last waiter
                 return
-            if waiter():
-                return
+            try:
+                if waiter():
+                    return
+            except BaseException:  # such as Ctrl-C: its channel has broken, and the slot is still free
+                self._offer()
+                raise
 
     def warm(self, slot: int) -> int:
         """Return how many bytes at the beginning of `slot` lie in pages that were touched already."""
@@ -201,7 +205,11 @@ class SlotWriter:
         if slot is None:
             return None
         start = slot * self.slot_size
-        self._memory.view[start : start + len(data)] = data
+        try:
+            self._memory.view[start : start + len(data)] = data
+        except BaseException:  # Ctrl-C, for which a long copy leaves much time
+            self.give(slot, len(data))
+            raise
         return len(data) << SLOT_BITS | slot
 
     def kept(self, data: bytes) -> Payload:

@@ -56,7 +56,10 @@ class SupervisorSide(Channel):
         """Try again. Runs in the thread that gave a slot back."""
         if not self.is_open or not ticket.is_wanted():
             return False
-        self._send_parcel(op, call_id, parcel, ticket, self.send_from_thread)
+        try:
+            self._send_parcel(op, call_id, parcel, ticket, self.send_from_thread)
+        except BaseException as error:  # nobody would try again
+            self._break(error)
         return True
 
     def release(self, payload: Payload) -> None:

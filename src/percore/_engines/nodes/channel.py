@@ -84,14 +84,18 @@ class NodeChannel:
 
     def _retry(self, op: int, call_id: int, parcel: int, ticket: Ticket) -> None:
         if self.is_open and ticket.is_wanted():
-            self.send_parcel(op, call_id, parcel, ticket)
+            self._guarded(lambda: self.send_parcel(op, call_id, parcel, ticket))  # if it fails, nobody would try again
 
     def flush(self) -> None:
         """Give what waits to the connection, in frames. The next `Connection.write` sends them."""
         queue = self._queue
-        while queue:
-            data, _ = next_frame(queue, is_heavy=self._is_heavy)
-            self._link.put(Kind.MESSAGES, self._number, data, unsent=partial(self._unsend, data))
+        try:
+            while queue:
+                data, _ = next_frame(queue, is_heavy=self._is_heavy)
+                self._link.put(Kind.MESSAGES, self._number, data, unsent=partial(self._unsend, data))
+        except BaseException as error:  # such as Ctrl-C: messages may have left the queue that nobody sends any more
+            self.broke(error)
+            raise
         self._is_heavy = False
         self._mark()
 

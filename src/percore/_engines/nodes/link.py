@@ -166,8 +166,13 @@ class NodeLink:
 
     def _flush(self) -> None:
         dirty, self._dirty = self._dirty, []
-        for channel in dirty:
-            channel.flush()
+        try:
+            while dirty:
+                dirty.pop(0).flush()
+        except BaseException:  # it has broken that channel; the others go on
+            self._dirty += dirty
+            self._loop.call_soon(self._flush)
+            raise
         self.connection.write()
 
     def keep(self, parcel: int, data: memoryview | bytes, let_go: Callable[[], None]) -> None:

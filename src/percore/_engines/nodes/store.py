@@ -99,7 +99,11 @@ class NodesStore(Arena):
         for _ in range(len(self._waiting)):
             if not self.has_free():
                 break
-            self._waiting.popleft()()
+            try:
+                self._waiting.popleft()()
+            except BaseException:  # its channel has broken; the others wait for the same
+                self._wake()
+                raise
 
     def give(self, slot: int, used: int) -> None:
         super().give(slot, used)
