@@ -31,6 +31,8 @@ handed_over = pytest.mark.differs("spawn", because="sockets reach an interpreter
 without_calls = pytest.mark.differs("fallbacks", because="without SO_REUSEPORT all workers serve on one socket")
 
 TCP = "127.0.0.1:0"
+IN_USE = os.strerror(errno.EADDRINUSE)
+"""The C library's text."""
 
 
 async def _connected(address: str) -> socket.socket:
@@ -312,12 +314,12 @@ async def test_an_address_that_cannot_be_had_fails_the_start(make: MakeRunner, t
         name = "{}:{}".format(*own.getsockname())
         unix = f"unix:{tmp_path}/s"
         runner = make(2, listen=[unix, TCP, name])
-        with pytest.raises(OSError, match=f"percore cannot listen on {name}: Address already in use") as caught:
+        with pytest.raises(OSError, match=f"percore cannot listen on {name}: {IN_USE}") as caught:
             await runner.start()
         assert caught.value.errno == errno.EADDRINUSE
         assert not (tmp_path / "s").exists()
         async with make(listen=[unix]):
-            with pytest.raises(OSError, match=f"percore cannot listen on {unix}: Address already in use"):
+            with pytest.raises(OSError, match=f"percore cannot listen on {unix}: {IN_USE}"):
                 await make(listen=[unix]).start()
 
 

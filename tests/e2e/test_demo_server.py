@@ -1,6 +1,8 @@
 """`python -m percore.demo_server`: the server that the documentation's examples fetch from."""
 
+import errno
 import http.client
+import os
 import re
 import signal
 import socket
@@ -78,5 +80,5 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         ended = subprocess.run([*COMMAND, "--port", str(number)], capture_output=True, text=True, check=False)
-    said = f"cannot listen on 127.0.0.1:{number}: Address already in use; choose another port with --port\n"
+    said = f"cannot listen on 127.0.0.1:{number}: {os.strerror(errno.EADDRINUSE)}; choose another port with --port\n"
     assert (ended.returncode, ended.stderr) == (1, said)

@@ -1,6 +1,7 @@
 """examples/serve.py and examples/serve_asgi.py as programs: killed workers under load, both kinds of addresses, and SIGTERM."""
 
 import asyncio
+import errno
 import json
 import os
 import select
@@ -151,4 +152,4 @@ async def test_a_port_in_use_is_told() -> None:
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
         out, err = await process.communicate()
         assert (process.returncode, out) == (1, b"")
-        assert f"percore cannot listen on {address}: Address already in use".encode() in err
+        assert f"percore cannot listen on {address}: {os.strerror(errno.EADDRINUSE)}".encode() in err

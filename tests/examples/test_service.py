@@ -4,6 +4,7 @@ Nothing here depends on speed: the pages that the service fetches are the test's
 """
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -284,7 +285,7 @@ async def test_where_it_cannot_listen_it_says_so() -> None:
             sys.executable, str(SERVICE), "--port", str(number), stdout=pipe, stderr=pipe
         )
         told = tuple(told.decode() for told in await process.communicate())
-    assert (process.returncode, *told) == (1, "", f"cannot listen on 127.0.0.1, port {number}: Address already in use\n")
+    assert (process.returncode, *told) == (1, "", f"cannot listen on 127.0.0.1, port {number}: {os.strerror(errno.EADDRINUSE)}\n")
 
 
 # Ends

@@ -25,6 +25,8 @@ from percore._scheduler.listening import SOON, has_served, plan
 from tests.contract.listen_jobs import has_ipv6
 
 ANY = InternetAddress(socket.AF_INET, ("127.0.0.1", 0))
+IN_USE = os.strerror(errno.EADDRINUSE)
+"""The C library's text."""
 needs_reuseport = pytest.mark.skipif(not HAS_REUSEPORT, reason="the system gives all connections to one socket")
 
 
@@ -245,7 +247,7 @@ def test_a_port_that_somebody_has_is_refused(monkeypatch: pytest.MonkeyPatch, sh
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
         address = _port_of(other)
         told = (
-            f"percore cannot listen on {address}: Address already in use "
+            f"percore cannot listen on {address}: {IN_USE} "
             r"\(another program or runner listens there: end it, or choose another address\)"
         )
         with pytest.raises(OSError, match=told) as caught, opened(address):
@@ -315,7 +317,7 @@ def test_a_path_on_which_somebody_listens_is_refused(tmp_path: Path, backlog: in
         living.bind(path)
         living.listen(backlog)
         client.connect(path)
-        with pytest.raises(OSError, match="Address already in use"), opened(UnixAddress(path)):
+        with pytest.raises(OSError, match=IN_USE), opened(UnixAddress(path)):
             """Never."""
         assert os.path.exists(path)
 
@@ -325,7 +327,7 @@ def test_a_path_on_which_somebody_is_about_to_listen_is_refused(tmp_path: Path) 
     path = str(tmp_path / "a path")
     with socket.socket(socket.AF_UNIX) as starting:
         starting.bind(path)
-        with pytest.raises(OSError, match="Address already in use"), opened(UnixAddress(path)):
+        with pytest.raises(OSError, match=IN_USE), opened(UnixAddress(path)):
             """Never."""
         starting.listen()
         with socket.socket(socket.AF_UNIX) as client:
@@ -351,7 +353,7 @@ def test_a_file_that_comes_while_a_dead_one_is_looked_at_stays(tmp_path: Path, m
 
         monkeypatch.setattr(binding, "_is_bound", late)
         monkeypatch.setattr(binding, "identity_of", lambda _: (0, 0))
-        with pytest.raises(OSError, match="Address already in use"), opened(UnixAddress(path)):
+        with pytest.raises(OSError, match=IN_USE), opened(UnixAddress(path)):
             """Never."""
         assert stat.S_ISSOCK(os.lstat(path).st_mode)
 
