@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from percore._common.system import IS_FREE_THREADED
 from tests import jobs
 from tests.contract import pacing_jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.waiting import until
 
-pytestmark = pytest.mark.differs("nodes", because="that calls are held is told through a connection")
+pytestmark = [
+    pytest.mark.differs("nodes", because="that calls are held is told through a connection"),
+    pytest.mark.skipif(IS_FREE_THREADED, reason="calls that compute run at once there, and none is held"),
+]
 
 
 @pytest.fixture(autouse=True)

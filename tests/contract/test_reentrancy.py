@@ -17,6 +17,7 @@ import pytest
 
 import percore
 from percore import Runner
+from percore._common.system import IS_FREE_THREADED
 from tests import jobs
 from tests.contract import serial_calls as calls
 from tests.contract.conftest import MakeRunner
@@ -436,6 +437,7 @@ class Garbage:
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
+@pytest.mark.skipif(IS_FREE_THREADED, reason="the collector waits there until a thread has made hundreds of objects more")
 @pytest.mark.apart(because="the threads of the program share its collector, which runs in any of them")
 async def test_s6_garbage_that_calls_percore_at_any_moment(make: MakeRunner) -> None:
     count = times(100, 2000)
