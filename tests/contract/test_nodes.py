@@ -51,6 +51,30 @@ async def test_a_lost_node_ends_its_calls_and_its_slots_move(log: Log, gate: Gat
         assert await runner.run(jobs.aecho, 1) == 1
 
 
+@pytest.mark.parametrize("part", ["report", "forget"])
+async def test_the_calls_of_a_lost_node_end_although_a_part_of_the_loss_fails(
+    *, log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """The log handlers of the user may raise, for example."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("it fails")
+
+    async with NodesRunner(2) as runner:
+        calls = [runner.submit(jobs.await_, log.path, gate.path, place) for place in range(2)]
+        await log.take(2)
+        engine = engine_of(runner)
+        with monkeypatch.context() as patch:
+            patch.setattr(nodes if part == "report" else engine.store, part, fails)
+            engine.links[1].connection.give_up("it was lost")
+        assert "an internal error while a node was lost; percore goes on" in caplog.text
+        ended, (other,) = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert [type(call.exception()) for call in ended] == [percore.WorkerDied]
+        await inner_hosts(engine)[1].ended
+        gate.open()
+        await other
+
+
 async def test_d3_a_node_is_lost_in_the_middle_of_a_reload(subtests: pytest.Subtests) -> None:
     """The reload ends, with its workers or with StartupFailed; the slots have workers, and the next reload works."""
     for index in range(2):

@@ -288,8 +288,10 @@ class Connection:
             for _, _, unsent in pieces:
                 if unsent is not None:
                     unsent()
-            self._on_lost(why)
-            self._let_go(pieces)
+            try:
+                self._on_lost(why)
+            finally:
+                self._let_go(pieces)
 
     def give_up(self, why: str) -> None:
         """Break the connection: `on_lost` is called."""

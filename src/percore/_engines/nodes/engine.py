@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, cast
 
 from percore._calls.worker_start import pickled_option, start_of
 from percore._common.errors import shown
-from percore._common.log import report
+from percore._common.log import Faults, report
 from percore._common.options import RunnerOptions
 from percore._engines.nodes.link import BEATS, NodeLink, Refused
 from percore._engines.nodes.places import NoPlace, Place, Places
@@ -258,11 +259,16 @@ class NodesEngine:
             return
         self.links.remove(link)
         self._pulse.discard(link.connection)
-        self.store.forget(link)
+        Faults("a node was lost").run(
+            partial(link.end_workers, why),
+            partial(self.store.forget, link),
+            self._ends.pop(link),
+            partial(self._tell_lost, link, why),
+        )
+
+    def _tell_lost(self, link: NodeLink, why: str) -> None:
         if not self._is_closed:
             report(logging.WARNING, "node %s (%s) was lost: %s", link.node, link.address, why)
-        self._ends.pop(link)()
-        link.end_workers(why)
 
     def rouse(self) -> None:
         """Do nothing: its workers are no threads of this process."""

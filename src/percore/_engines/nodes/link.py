@@ -302,9 +302,11 @@ class NodeLink:
         self._ended(why)
         if not self._greeted.done():
             self._greeted.set_exception(Refused(f"its host has ended: the connection broke, {why}"))
-        for worker in self.workers.values():
-            worker.channel.lost()
-        self._on_lost(self, why)
+        try:
+            for worker in list(self.workers.values()):
+                worker.channel.lost()
+        finally:
+            self._on_lost(self, why)
 
     def end_workers(self, why: str) -> None:
         """Report the ends of all workers: the node is lost."""

@@ -75,7 +75,7 @@ class NodesStore(Arena):
 
     def forget(self, link: "Node") -> None:
         """A node is lost."""
-        for nodes in self._carried.values():
+        for nodes in list(self._carried.values()):  # a `__del__`, run by a garbage collection, may discard a payload
             nodes.discard(link)
 
     def carried_to(self, link: "Node") -> set[int]:
