@@ -1,6 +1,7 @@
 """The public face: every name is there, nothing is loaded before it is used, and no more than it needs."""
 
 import ast
+import gc
 import importlib.metadata
 import inspect
 import json
@@ -188,6 +189,27 @@ def test_a_program_starts_its_fork_server_before_it_imports_what_its_workers_nee
                 # Since Python 3.14 a NamedTuple needs ast, and logging dataclasses.
                 needed = loaded_by("import logging, typing; typing.NamedTuple('One', [('x', int)])")
                 assert not (loaded - needed) & {"asyncio", "ast", "dataclasses", "inspect", "ssl", "uvloop"}
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_an_import_runs_without_collections_and_leaves_the_collector_as_it_was(
+    was_enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def failing(name: str) -> None:
+        seen.append(gc.isenabled())
+        raise ImportError(name)
+
+    monkeypatch.setattr(percore, "import_module", failing)
+    before = gc.isenabled()
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with pytest.raises(ImportError, match="missing"):
+            percore._import_uncollected("percore.missing")
+        assert (seen, gc.isenabled()) == ([False], was_enabled)
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_a_start_imports_so_many_modules(subtests: pytest.Subtests) -> None:
