@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from percore._calls.nested import NestedCall, NestedStream
 from percore._calls.streams import StreamCall
+from percore._protocol.messages import DROP
 
 if TYPE_CHECKING:
     from tests.unit.call_orders import World
@@ -84,8 +85,21 @@ def _keys(world: "World") -> object:
     )
 
 
+def _check_dropped(world: "World") -> None:
+    """A nested call that its caller has dropped is kept by nobody, once that was heard."""
+    for member, room in world.supervisor.nested.rooms.items():
+        worker = member.worker
+        if worker.state in ("dying", "gone") or not worker.channel.is_open:
+            continue
+        unheard = {number for op, number, _ in worker.outbox if op == DROP}
+        wanted = {number for run in worker.running.values() for number in run.children}
+        kept = set(room.asked) - wanted - unheard
+        assert not kept, f"nested calls {kept} of {worker.name} were dropped, and go on"
+
+
 def check_relations(world: "World") -> None:
     """Check what holds after each step between calls, their callers and their places."""
+    _check_dropped(world)
     supervisor = world.supervisor
     nested = supervisor.nested
     assert nested.rooms.keys() <= supervisor.members, "a buried worker has nested calls"
