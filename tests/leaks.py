@@ -83,9 +83,10 @@ def _fds() -> frozenset[tuple[int, str]]:
     for name in os.listdir(FD_FOLDER):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             found.add((int(name), _target(int(name))))
-    # With its first callback libffi (under ctypes) may open its own file, once and for the life of the process.
+    # With its first callback libffi may open the file it lies in, its own or that of ctypes, once and for the life of the process.
     # Ray leaves the log of its last connection open.
-    return frozenset((fd, target) for fd, target in found if not ("/libffi.so" in target or "/python-core-driver-" in target))
+    known = ("/libffi.so", "/_ctypes.", "/python-core-driver-")
+    return frozenset((fd, target) for fd, target in found if not any(name in target for name in known))
 
 
 def _target(fd: int) -> str:
