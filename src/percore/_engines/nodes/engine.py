@@ -185,11 +185,14 @@ class NodesEngine:
 
     async def _search_once(self) -> list[str]:
         """Return why hosts could not be put on nodes or used."""
+        end = self._loop.time() + self._patience
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout_at(end):
                 placed = await self._places.place(self._token, {link.node for link in self.links}, self._homeless())
                 failed = [str(one) for one in placed if isinstance(one, NoPlace)]
-                return failed + [why for why in await self._connect_all([one for one in placed if isinstance(one, Place)]) if why]
+                found = [one for one in placed if isinstance(one, Place)]
+                left = end - self._loop.time()
+                return failed + [why for why in await self._connect_all(found, left * _EARLIER) if why]
         except NoPlace as error:
             return [str(error)]
         except TimeoutError:
@@ -197,9 +200,9 @@ class NodesEngine:
         except Exception as error:
             return [shown(error)]
 
-    async def _connect_all(self, placed: list[Place]) -> list[str]:
+    async def _connect_all(self, placed: list[Place], patience: float) -> list[str]:
         try:
-            return await asyncio.gather(*map(self._connect, placed))
+            return await asyncio.gather(*(self._connect(place, patience) for place in placed))
         except BaseException:
             linked = {link.node for link in self.links}
             for place in placed:
@@ -207,12 +210,12 @@ class NodesEngine:
                     place.end()
             raise
 
-    async def _connect(self, place: Place) -> str:
-        """Make the link to a host. Return why not, or an empty text."""
+    async def _connect(self, place: Place, patience: float) -> str:
+        """Make the link to a host within so many seconds. Return why not, or an empty text."""
         where = f"node {place.node} ({place.address}:{place.port})"
         link = None
         try:
-            async with asyncio.timeout(self._patience * _EARLIER):
+            async with asyncio.timeout(patience):
                 sock = await dial(self._loop, (place.address, place.port), self._token, place.certificates)
                 try:
                     link = NodeLink(self._loop, sock, place, self.store, self._lost)
