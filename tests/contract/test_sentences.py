@@ -187,14 +187,17 @@ async def never_used(runner: Runner) -> None:
 @contextmanager
 def other_loop() -> Iterator[asyncio.AbstractEventLoop]:
     """A loop that may run within this test's loop."""
-    running = asyncio.get_running_loop()
+    running, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
     loop = asyncio.new_event_loop()
+    asyncio.tasks._leave_task(running, task)  # since 3.14 a thread has one current task, whatever its loops
     asyncio.events._set_running_loop(None)
     try:
         yield loop
     finally:
         loop.close()
         asyncio.events._set_running_loop(running)
+        asyncio.tasks._enter_task(running, task)
 
 
 def in_other_loop(runner: Runner) -> None:
