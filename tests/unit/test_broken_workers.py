@@ -130,6 +130,7 @@ def test_v9_a_call_without_a_timeout_does_not_exceed_it() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(times(50, 3000))
 def test_v9_lies_cost_their_worker_alone() -> None:
     chance = random.Random(9)
     broken = sum(_one_history(chance) for _ in range(times(200, 200_000)))

@@ -182,6 +182,7 @@ def strolls(case: Case, count: int) -> int:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(times(50, 3000))
 def test_in_every_order_of_steps_each_call_ends_and_is_told_the_truth(subtests: pytest.Subtests) -> None:
     for name, case in EVERY.items():
         kinds = [case.kind] if name in CASES else [Kind.TASK, Kind.THREAD][: times(1, 2)]
@@ -191,11 +192,30 @@ def test_in_every_order_of_steps_each_call_ends_and_is_told_the_truth(subtests: 
 
 
 @pytest.mark.long
+@pytest.mark.timeout(times(50, 3000))
 def test_in_random_histories_each_call_ends_and_is_told_the_truth(subtests: pytest.Subtests) -> None:
     for kind in (Kind.TASK, Kind.THREAD):
         for name, case in LARGE.items():
             with subtests.test(case=name, kind=kind):
                 assert strolls(case._replace(kind=kind), times(10, 5000)) > 100
+
+
+def test_a_close_that_waits_for_nothing_begins_no_stream() -> None:
+    """It ends the last stream first: a worker with one thread would begin it when the one before ends."""
+    case = EVERY["streams nobody closes"]._replace(kind=Kind.THREAD, calls=6, streams=frozenset(range(6)))
+    with world(case, ()) as one:
+        for number in range(6):
+            one.take("submits")
+            one.take(f"takes {number}")
+            while one.workers[0].inbox:
+                one.take("w0.1 reads")
+            if not number:
+                one.take("w0.1 begins")
+        one.take("cuts")
+        while names := [name for name, _ in one.fair() if name.startswith("w0.1 ") and "yields" not in name]:
+            one.take(next((name for name in names if name != "w0.1 reads"), "w0.1 reads"))  # its thread is quick
+        one.finish()
+        assert one.ran == {0: 1}
 
 
 FOUND: Final[dict[str, tuple[str, str]]] = {

@@ -147,7 +147,7 @@ class MapRun:
         feeder = Feeder(items, inputs, spec)
         self._parts = items, feeder
         supervisor.dispatch.open(items.queue)
-        supervisor.closing.enders.add(feeder.end)
+        supervisor.closing.enders[feeder.end] = None
         supervisor.pool.changes.resized.add(items.resized)
         feeder.begin()
         self._watch()
@@ -173,7 +173,7 @@ class MapRun:
             return
         items, feeder = self._parts
         items.wake()
-        self._supervisor.closing.enders.discard(feeder.end)
+        self._supervisor.closing.enders.pop(feeder.end, None)
         self._supervisor.pool.changes.resized.discard(items.resized)
         faults = Faults("a map was closed")
         items.close(faults)

@@ -56,7 +56,7 @@ class Closing:
         self._rebalancing = rebalancing
         self._publication = publication
         self._kill_after = kill_after
-        self.enders: set[Callable[[], None]] = set()
+        self.enders: dict[Callable[[], None], None] = {}
         """Functions to call when the runner stops accepting calls. Open maps, which may wait for inputs, and streams register."""
         self._gone: asyncio.Future[None] | None = None
         """Done when the last worker has ended. None: nothing has called `close`."""
@@ -208,7 +208,8 @@ class Closing:
 
     def _end_maps(self) -> None:
         """Stop open maps from pulling inputs, and refuse the callers that wait for admission or for an object to be shared."""
-        steps = [*self.enders, self._calls.shares.refuse]
+        # The last first, as in `_cancel_running`: a worker may begin a stream when one before it ends.
+        steps = [*reversed(self.enders), self._calls.shares.refuse]
         admission = self._admission
         if admission is not None:
             steps.append(lambda: admission.refuse(self._phase.refusal))

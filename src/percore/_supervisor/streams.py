@@ -83,10 +83,10 @@ class Streams:
 
     def _register(self, call: StreamCall) -> None:
         end = partial(call.cut, self._closing.refusal)
-        self._closing.enders.add(end)
+        self._closing.enders[end] = None
 
         def done() -> None:
-            self._closing.enders.discard(end)
+            self._closing.enders.pop(end, None)
             if self._admission is not None:
                 self._admission.leave()
 

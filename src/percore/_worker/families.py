@@ -97,7 +97,7 @@ class Family:
         """Makes the error of further nested calls, because the call was cancelled or has timed out, and goes on."""
         self.waits = 0
         """How many threads wait for nested calls."""
-        self.enders: set[Callable[[], object]] = set()
+        self.enders: dict[Callable[[], object], None] = {}
         """The loop calls them when the call ends. They belong to maps that have tasks of their own."""
 
     def child(self, kind: type[C], tell: Callable[[C], object]) -> C:

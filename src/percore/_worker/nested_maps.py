@@ -110,7 +110,7 @@ class MapSource(Source):
         self.inputs.open()
         if self.inputs.is_async:
             self.feeder = self.loop.create_task(self._feed(), name="percore-map")
-            self.family.enders.add(self.feeder.cancel)
+            self.family.enders[self.feeder.cancel] = None
 
     async def _feed(self) -> None:
         """Pull async inputs."""
@@ -137,7 +137,7 @@ class MapSource(Source):
             self._error = as_error(error, "percore")
         finally:
             self._is_exhausted = True
-            self.family.enders.discard(feeder.cancel)
+            self.family.enders.pop(feeder.cancel, None)
             self.wake()
             await self.inputs.close()
 
