@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -328,6 +329,7 @@ def too_many_shared(runner: Runner) -> Any:
 async def input_closes_badly(runner: Runner) -> None:
     async for _ in runner.map(jobs.echo, threaded(closes_badly())):
         break
+    await until(lambda: all(thread.name != "percore-threaded" for thread in threading.enumerate()))  # it closes the input
 
 
 async def full(runner: Runner) -> None:
