@@ -9,7 +9,8 @@
 #   make test-fallbacks  the contract suite with the system calls that others lack switched off, all of them and one by one
 #   make test-all   test-full under every Python found (3.11 to 3.15), each in .venvs/X.Y
 #   make long       the tests that repeat one thing, with their full counts
-#   make soak       the tests with the most races, twenty times, while every CPU has four times the work it can do; SOAK_TIMES=3 for fewer
+#   make repeat     the tests with the most races, fifty times, while every CPU has four times the work it can do
+#                   REPEAT_TIMES=3 for fewer, REPEAT_MINUTES=30 for a limit, REPEAT_ARGS="tests/unit -k ring" for other tests
 #   make python3.14t  a free-threaded CPython in build/, from Debian's source, in three minutes; PGO=1 for figures to publish, in twenty
 #   make stdlib     CPython's own tests of executors, under every Python found that has them, in .venvs/X.Y
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
@@ -58,7 +59,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long soak sweep syscalls stdlib stdlib-one chaos chaos-nodes chaos-threads docs test-docs test-examples test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long repeat sweep syscalls stdlib stdlib-one chaos chaos-nodes chaos-threads docs test-docs test-examples test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -128,8 +129,10 @@ test-fallbacks: $(VENV)/.percore-test
 long: $(VENV)/.percore-test
 	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long -o faulthandler_timeout=0 -o timeout=600 $(PYTEST_ARGS)
 
-soak: $(VENV)/.percore-test
-	$(RUN) scripts/soak.py $(SOAK_TIMES)
+# The runs are the load. Ctrl-C sums up.
+REPEAT_TIMES ?= 50
+repeat: $(VENV)/.percore-test
+	$(RUN) scripts/repeat.py --times $(REPEAT_TIMES) $(if $(REPEAT_MINUTES),--minutes $(REPEAT_MINUTES)) -- $(REPEAT_ARGS)
 
 # Given by name: what takes minutes is not found by `make test`.
 sweep: $(VENV)/.percore-test
