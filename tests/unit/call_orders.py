@@ -15,27 +15,36 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple
+from operator import ge
+from typing import Any, Final, NamedTuple, TypeAlias
+from unittest import mock
 
 from percore import Rate, Runner, RunnerClosed, WorkerDied
+from percore._common import options as runner_options
 from percore._engines.threads.references import References
 from percore._protocol.messages import Kind
 from percore._runner.runner import State
 from percore._testing.simulation import _virtual_clocks
 from tests import jobs
 from tests.contract import stream_jobs
-from tests.unit.call_states import check_full, check_relations, shape_of
+from tests.unit.call_shapes import Shape, events_left
+from tests.unit.call_states import check_full, check_relations
 from tests.unit.stepped_calls import Ask, Child, Label
 from tests.unit.stepped_loop import StepEngine, StepLoop
 from tests.unit.stepped_users import Consumer
 from tests.unit.stepped_workers import StepWorker
 
 _UNHEARD: Final = "a generator failed while its stream was closed"
+SAMPLED: Final = 53
+"""Of the steps that lead to a state which was seen before, the part whose paths are kept to be compared."""
 LONGEST_END: Final = 400
 """Steps that a fair end may take."""
 
 PACES: Final = {"slowly": (Rate(1, per=2.0), 0.0), "later": (None, 1.5), "as asked": (None, 0.0)}
 """What the rate of the key "k" may become: a rate, and seconds until its calls begin."""
+
+
+Path: TypeAlias = tuple[str, ...]
 
 
 class Case(NamedTuple):
@@ -91,6 +100,17 @@ class Case(NamedTuple):
         """Whether a call has this option."""
         return any(option in self.options_of(number) for number in range(self.calls))
 
+    @property
+    def counts_time(self) -> bool:
+        """Whether it matters when a call was made, or has begun."""
+        asked = any(ask.hard_timeout or ask.queue_timeout for ask in self.asks)
+        return asked or any(map(self.has, ("hard_timeout", "queue_timeout", "rate", "backoff")))
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether calls have keys, whose workers go by their indexes."""
+        return self.has("key") or any(ask.key is not None for ask in self.asks)
+
 
 @dataclass
 class World:
@@ -103,11 +123,14 @@ class World:
     cancelled: set[int] = field(default_factory=set)
     broken: list[BaseException] = field(default_factory=list)
     tasks: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    judged: set[int] = field(default_factory=set)
+    """The calls of the user that have ended, and were judged."""
     store: References = field(init=False)
 
     def __post_init__(self) -> None:
         case = self.case
         self.kind = case.kind
+        self.is_strict, self.counts_time, self.has_keys = case.is_strict, case.counts_time, case.has_keys
         self.left = dict(case.events)
         self.ran: Counter[Label] = Counter()
         self.asked: dict[Label, Ask] = {}
@@ -149,6 +172,18 @@ class World:
 
     def began(self, label: Label) -> None:
         self.ran[label] += 1
+        if isinstance(label, int) and self.call(label) is not None and self.call(label).done():
+            assert self.may_begin(label), f"call {label} begins after its caller was told {self.call(label).exception()!r}"
+
+    def may_begin(self, label: Label) -> bool:
+        """Whether a call that has ended for its caller may still begin: its worker may not have heard of the end."""
+        call = self.call(label)
+        return call.cancelled() or isinstance(call.exception(), RunnerClosed)
+
+    def traits(self, label: Label) -> object:
+        """Return all in which calls of the user differ."""
+        number = int(label)
+        return repr(self.case.options_of(number)), number in self.case.streams
 
     def asks(self, caller: Label, ask: Ask) -> str:
         """Note that a call makes a nested call. Return its label."""
@@ -225,8 +260,8 @@ class World:
     def consumers(self) -> list[Consumer]:
         return [call for call in self.calls if isinstance(call, Consumer)]
 
-    def take(self, name: str) -> None:
-        """Take one of the steps."""
+    def take(self, name: str, *, checks: bool = True) -> None:
+        """Take one of the steps. `checks`: False if the same was checked before."""
         event = name.split(" ")[0]
         if event in self.left:
             self.left[event] -= 1
@@ -234,7 +269,8 @@ class World:
         with self.loop.running():
             step()
         self.loop.settle()
-        self.check()
+        if checks:
+            self.check()
 
     def steps_of(self, event: str) -> list[tuple[str, Callable[[], object]]]:
         """The steps that are this event."""
@@ -292,9 +328,13 @@ class World:
         for label, ran in self.ran.items():
             retries = self.asked[label].retries if label in self.asked else self.case.options_of(label).get("retries", 0)
             assert ran <= 1 + retries, f"call {label} ran {ran} times"
+        for number, call in enumerate(self.calls):
+            if number not in self.judged and call is not None and call.done():
+                self.judge(number, call)
+                self.judged.add(number)
         if self.runner._assembly is not None:
             check_relations(self)
-        if self.case.is_strict:
+        if self.is_strict:
             for worker in self.workers:
                 tasks = [run for run in worker.running.values() if run.kind == Kind.TASK and not run.children]
                 assert len(tasks) <= self.concurrency, f"{worker.name} runs {[run.label for run in tasks]}"
@@ -425,7 +465,7 @@ class World:
 
     def shape(self) -> object:
         """All that decides what can happen next."""
-        return shape_of(self)
+        return Shape(self).written()
 
 
 class Clock:
@@ -456,7 +496,8 @@ def watched() -> Iterator[None]:
     logger.addHandler(watcher)
     logger.propagate = False  # each history logs its deaths
     try:
-        with _virtual_clocks(Clock()):  # type: ignore[arg-type]  # it only needs the time
+        # Each runner asks the system how many CPUs there are, which takes longer than some histories.
+        with _virtual_clocks(Clock()), mock.patch.object(runner_options, "usable_cpus", return_value=2):  # type: ignore[arg-type]
             yield
     finally:
         logger.removeHandler(watcher)
@@ -465,13 +506,13 @@ def watched() -> Iterator[None]:
 
 
 @contextmanager
-def world(case: Case, path: Sequence[str]) -> Iterator[World]:
-    """Take the steps of a path in a new world."""
+def world(case: Case, path: Sequence[str], *, is_known: bool = False) -> Iterator[World]:
+    """Take the steps of a path in a new world. `is_known`: whether all but the last one were checked before."""
     FAULTS.clear()
     one = World(case)
     try:
-        for name in path:
-            one.take(name)
+        for number, name in enumerate(path, 1):
+            one.take(name, checks=not is_known or number == len(path))
         yield one
     except BaseException as error:
         error.add_note("after: " + ", ".join(path))
@@ -480,20 +521,68 @@ def world(case: Case, path: Sequence[str]) -> Iterator[World]:
         one.abandon()
 
 
-def explore(case: Case, most: int) -> int:
-    """Look at each state, breadth first, up to so many, and let each come to its end. Return how many there were."""
-    seen: set[object] = set()
-    paths: deque[tuple[str, ...]] = deque([()])
-    while paths and len(seen) < most:
+class Explored(NamedTuple):
+    """What `explore` has seen.
+
+    Attributes:
+        states: how many states.
+        steps: how many steps led to them; some led to a state that was seen before.
+        is_whole: whether these are all states of the case.
+        alike: some pairs of paths that led to the same state.
+    """
+
+    states: int
+    steps: int
+    is_whole: bool
+    alike: list[tuple[Path, Path]]
+
+
+def explore(case: Case, most: int) -> Explored:
+    """Look at each state, up to so many, and let each come to its end.
+
+    States in which less has happened come first. A state is not looked at if it was seen with as many events still to come or more:
+    all that may follow was seen, too.
+    """
+    seen: dict[int, list[tuple[tuple[int, ...], Path]]] = {}
+    by_events: dict[int, deque[Path]] = {0: deque([()])}
+    alike = []
+    states = steps = 0
+    while by_events and states < most:
+        events = min(by_events)
+        if not (paths := by_events[events]):
+            del by_events[events]
+            continue
         path = paths.popleft()
-        with world(case, path) as one:
-            shape = one.shape()
-            if shape in seen:
+        with world(case, path, is_known=True) as one:
+            steps += 1
+            left = events_left(one)
+            others = seen.setdefault(hash(one.shape()), [])
+            if any(all(map(ge, more, left)) for more, _ in others):
+                if steps % SAMPLED == 0 and others[0][0] == left:
+                    alike.append((path, others[0][1]))
                 continue
-            seen.add(shape)
-            paths.extend((*path, name) for name, _ in one.steps())
+            others.append((left, path))
+            states += 1
+            for name, _ in one.steps():
+                by_events.setdefault(events + (name.split(" ")[0] in one.left), deque()).append((*path, name))
             one.finish()
-    return len(seen)
+    return Explored(states, steps, not any(by_events.values()), alike)
+
+
+def is_alike(case: Case, one: Path, other: Path) -> bool:
+    """Whether from two paths to one state the same states follow. If not, something which decides was left out of the state."""
+    return _after(case, one) == _after(case, other)
+
+
+def _after(case: Case, path: Path) -> set[object]:
+    """Return the states that may follow, each with the events that are left."""
+    with world(case, path) as one:
+        names = [name for name, _ in one.steps()]
+    following: set[object] = set()
+    for name in names:
+        with world(case, (*path, name), is_known=True) as one:
+            following.add((one.shape(), events_left(one)))
+    return following
 
 
 def stroll(case: Case, choose: Callable[[int], int], longest: int = 60) -> int:

@@ -59,9 +59,6 @@ class Child:
         """Items of a stream: those that have arrived, those that were taken, and those since the last GRANT."""
         self.is_closing = False
 
-    def shape(self) -> object:
-        return self.label, self.arrived, self.taken, self.since, self.is_closing
-
 
 class Run:
     """A call that has begun and was not answered."""
@@ -168,6 +165,7 @@ class Run:
             *(None if options is None else tuple(options), None, (), pickle),
         )
         self.children[worker.asked] = Child(label, ask.prefetch)
+        worker.nested[worker.asked] = label
         worker.tell(ASK, worker.asked, tuple(request))
         self.look()
 
@@ -231,7 +229,3 @@ class Run:
         elif self.is_aside and self.number not in worker.back:
             worker.back.append(self.number)
         worker.admit()
-
-    def shape(self) -> object:
-        children = tuple(child.shape() for child in self.children.values())
-        return self.label, self.is_cancelled, self.credits, self.produced, self.is_aside, children

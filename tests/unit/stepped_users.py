@@ -118,4 +118,5 @@ class Consumer:
             own,
             (call._phase.value, counts.granted, counts.arrived, counts.taken, counts.due_at, len(call._ready)),
             (call._is_aside, call._is_granting, call._watch is None, call._waiter is None or call._waiter.done()),
+            type(call.error).__name__,
         )

@@ -20,11 +20,7 @@ from percore._protocol.messages import (
     CREDIT,
     DRAIN,
     DRAINING,
-    ENDED,
-    ERROR,
     FINISH,
-    ID_MASK,
-    ITEMS,
     ONCE_OPS,
     READY,
     RECALL,
@@ -73,6 +69,8 @@ class StepWorker:
         self.begin_by: float | None = None
         """When the calls that follow must have begun."""
         self.deadlines: dict[int, float | None] = {}
+        self.nested: dict[int, str] = {}
+        """The labels of the nested calls that its calls have made, by their numbers."""
         self.asked = 0
         """How many nested calls its calls have made."""
         self.state = "starting"
@@ -282,22 +280,3 @@ class StepWorker:
         self.state = "gone"
         self.running.clear()
         self.world.loop.call_soon(self._on_exit, Exit(self.code))
-
-    def shape(self) -> object:
-        """All that decides what it does next."""
-        labels = self.labels
-
-        def of(message: tuple[int, int, Any]) -> tuple[int, Any]:
-            op, number, body = message
-            if op in ANSWERS or op in (ITEMS, CREDIT, ENDED, ERROR):
-                return op, (number if op in ANSWERS else labels.get(number), body if type(body) is int else None)
-            return op, labels.get(number, number & ID_MASK if op == RECALL else 0)
-
-        now = self.world.loop.now
-        return (
-            (self.index, self.state, self.code, self.is_stuck, self.has_news, bool(self.waits_since)),
-            (tuple(map(of, self.inbox)), tuple(map(of, self.outbox))),
-            tuple(run.shape() for run in self.running.values()),
-            (tuple(labels[one] for one in self.waiting), tuple(labels[one] for one in self.back), self.begin_by),
-            frozenset((labels[one], round(now - when, 1)) for one, when in self.begun.items()),
-        )

@@ -7,6 +7,7 @@ places back and take them again, and callers want each other's keys).
 explorer finds faults is tested with faults: parts of the supervisor that do nothing.
 """
 
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -32,7 +33,9 @@ from percore._supervisor import (
     rates,
 )
 from tests.counts import times
-from tests.unit.call_orders import Case, explore, stroll, watched, world
+from tests.unit import call_orders
+from tests.unit.call_orders import Case, explore, is_alike, stroll, watched, world
+from tests.unit.call_shapes import Shape
 from tests.unit.stepped_calls import Ask
 
 pytestmark = pytest.mark.asyncio_only
@@ -55,6 +58,11 @@ CASES: Final[dict[str, Case]] = {
     "rate": Case({"dies": 1, "closes": 1, "time": 3, "cancels": 1}, of_call={"key": "k", "rate": Rate(1, per=1.0), "retries": 1}),
 }
 """Two workers and three calls, or one and two; what may happen, and how often."""
+
+LOG: Final = logging.getLogger("tests.call_orders")
+"""Tells how many states each case has: `PYTEST_ARGS="-k in_every_order_of_steps_each -o log_cli=true --log-cli-level=INFO"`."""
+
+SMALL: Final = Case({"dies": 1}, calls=2)
 
 FIRST: Final = frozenset({0})
 BOTH: Final = frozenset({0, 1})
@@ -99,6 +107,11 @@ NESTED: Final[dict[str, Case]] = {
 """In each worker one place for coroutines and one thread. A generator yields three items, of which two may wait."""
 
 EVERY: Final = CASES | STREAMS | NESTED
+
+MOST: Final = 60_000
+"""So many states are looked at in each case."""
+WHOLE: Final[frozenset[str]] = frozenset()
+"""The cases of which these are all states."""
 
 ALL: Final = {
     "sticks": 1,
@@ -184,11 +197,40 @@ def strolls(case: Case, count: int) -> int:
 @pytest.mark.long
 @pytest.mark.timeout(times(50, 3000))
 def test_in_every_order_of_steps_each_call_ends_and_is_told_the_truth(subtests: pytest.Subtests) -> None:
+    chance = random.Random(1)
     for name, case in EVERY.items():
         kinds = [case.kind] if name in CASES else [Kind.TASK, Kind.THREAD][: times(1, 2)]
         for kind in kinds:
             with subtests.test(case=name, kind=kind):
-                assert explore(case._replace(kind=kind), times(10, 5000)) >= 10
+                found = explore(case._replace(kind=kind), times(10, MOST))
+                assert found.states >= 10
+                assert found.is_whole or times(1, 0) or name not in WHOLE, f"{found.states} states, and there are more"
+                for one, other in chance.sample(found.alike, min(len(found.alike), 100)):
+                    assert is_alike(case._replace(kind=kind), one, other), f"not one state: {', '.join(one)} -- {', '.join(other)}"
+                looked = "all" if found.is_whole else "the first"
+                LOG.info("%s, %s: %s %s states", name, "threads" if kind else "tasks", looked, f"{found.states:,}")
+
+
+@pytest.mark.long
+def test_two_paths_to_one_state_have_the_same_future(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
+    """That would be noticed if a state left something out that decides: here a part of it."""
+    monkeypatch.setattr(call_orders, "SAMPLED", 1)
+    assert all(is_alike(SMALL, *pair) for pair in explore(SMALL, times(20, 1000)).alike)
+    for part in ("_worker", *("_user", "_member")[: times(0, 2)]):
+        with subtests.test(without=part), monkeypatch.context() as patch:
+            patch.setattr(Shape, part, lambda *_: None)
+            alike = explore(SMALL, times(10, 200)).alike
+            assert not all(is_alike(SMALL, *pair) for pair in alike)
+
+
+def test_a_fault_of_one_worker_alone_is_found(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
+    """Workers count as equal in a state. A fault that only one of them has must be found all the same, whichever it is."""
+    end = deaths.Deaths._end
+    for index in (0, 1):
+        with subtests.test(index=index), monkeypatch.context() as patch:
+            patch.setattr(deaths.Deaths, "_end", lambda self, one, *rest: one.index != index and end(self, one, *rest))  # noqa: B023
+            with pytest.raises(AssertionError):
+                explore(SMALL, 1000)
 
 
 @pytest.mark.long
