@@ -91,7 +91,8 @@ class Window:
             space = 0
         elif self._mean:
             expected = self._result_bytes + (self.pulled - self.ended) * self._mean
-            space = min(space, int((BYTES - expected) / self._mean))
+            # A byte at least: the mean of results without bytes falls until nothing can be divided by it.
+            space = min(space, int((BYTES - expected) / max(1.0, self._mean)))
         return max(0 if outstanding else 1, space)
 
     def is_worth_a_pull(self) -> bool:
