@@ -3,11 +3,12 @@
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -25,22 +26,31 @@ def test_calls_run_in_order_on_one_thread() -> None:
     assert threads.is_idle()
 
 
-def test_t3_a_call_for_which_no_ticket_is_left_does_not_begin_and_can_be_taken_back() -> None:
-    run, asked = Recorder(), queue.SimpleQueue[bool]()
-    tickets = SimpleNamespace(_tickets=[None, None], _loop=SimpleNamespace(call_soon_threadsafe=lambda _drain: None), drain=None)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_t3_as_many_calls_begin_as_there_are_tickets_although_the_loop_drains_at_once(threads: int) -> None:
+    run, drained = Recorder(), queue.SimpleQueue[dict[int, Any]]()
 
-    def may_begin() -> bool:
-        may = Server._take_ticket(cast(Any, tickets))
-        asked.put(may)
-        return may
+    def drain() -> None:
+        drained.put({call_id: item for call_id in range(4) if (item := made.take_back(call_id)) is not None})
 
-    with pool(1, run) as threads:
-        threads.may_begin = may_begin
-        for call_id in range(3):
-            threads.put(call_id, str(call_id))
-        assert [asked.get() for _ in range(3)] == [True, True, False]
-        assert run.expect(2) == [(0, "0"), (1, "1")]
-        assert threads.take_back(2) == "2"
+    with pool(threads, run) as made:
+        loop = SimpleNamespace(call_soon_threadsafe=lambda callback: callback())  # before the thread takes its next step
+        limited: Any = SimpleNamespace(
+            _tickets=deque([None] * 2), _tickets_lock=threading.Lock(), _threads=made, _loop=loop, drain=drain
+        )
+        made.take = lambda call_id: Server._take_with_ticket(limited, call_id)
+        made.put(0, "0")
+        run.expect(1)
+        assert made.take(1) is None  # it was taken back, and costs no ticket
+        for call_id in range(1, 4):
+            made.waiting[call_id] = str(call_id)
+        for call_id in range(1, 4):
+            made._release([call_id])
+        back = drained.get()
+        assert len(back) == 2
+        ((begun, item),) = run.expect(1)
+        assert {begun: item, **back} == {1: "1", 2: "2", 3: "3"}
+        assert made.take(begun) is None
 
 
 def test_no_thread_before_the_first_call() -> None:

@@ -8,6 +8,7 @@ Invariants:
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic_ns
@@ -103,6 +104,7 @@ class Server:
         self._plain.families = self._tasks.families = self.families
         self.families.runs = self._runs
         self._tickets: deque[None] = deque()
+        self._tickets_lock = threading.Lock()
         self.finished: asyncio.Future[None] = self._loop.create_future()
         self._handlers = self._handlers_by_op()
 
@@ -159,7 +161,7 @@ class Server:
     def limit(self, calls: int) -> None:
         """Begin at most this many calls. This worker drains when the last of them begins. Call it before the worker serves."""
         self._tickets.extend([None] * calls)
-        self._threads.may_begin = self._take_ticket
+        self._threads.take = self._take_with_ticket
         self.receive = self._receive_some  # type: ignore[method-assign]
 
     def _receive_some(self, messages: Iterable[Message]) -> None:
@@ -169,7 +171,8 @@ class Server:
             is_task = op == ONCE_TASK or (op > 0 and self._functions[op].kind == TASK)
             if is_task and not self._tasks.is_draining:
                 try:
-                    self._tickets.pop()
+                    with self._tickets_lock:
+                        self._tickets.pop()
                 except IndexError:  # a thread has taken the last ticket, and `drain` is about to run
                     self._channel.send(RETURNED, call_id, None)
                     continue
@@ -181,15 +184,20 @@ class Server:
             if not self._channel.is_open:
                 return
 
-    def _take_ticket(self) -> bool:
-        """Return whether a call may begin. From the thread that is about to begin it."""
-        try:
-            self._tickets.pop()
-        except IndexError:  # `drain` is about to run and hands back the waiting calls
-            return False
-        if not self._tickets:
-            self._loop.call_soon_threadsafe(self.drain)
-        return True
+    def _take_with_ticket(self, call_id: int) -> Any | None:
+        """Take a waiting call and a ticket for it. None: no ticket is left, or the call was taken back. From a thread."""
+        # The ticket and the call together: whoever takes the last ticket lets the worker drain, which takes back what waits then.
+        with self._tickets_lock:
+            try:
+                self._tickets.pop()
+            except IndexError:  # `drain` is about to run and hands back the waiting calls
+                return None
+            item = self._threads.waiting.pop(call_id, None)
+            if item is None:
+                self._tickets.append(None)
+            elif not self._tickets:
+                self._loop.call_soon_threadsafe(self.drain)
+        return item
 
     def _define(self, number: int, kind: int, payload: Payload) -> None:
         self._functions[number] = WorkerFunction(kind, payload)

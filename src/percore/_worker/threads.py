@@ -79,8 +79,8 @@ class Threads:
         """Calls that want to go on, in order, with the locks that their threads wait for."""
         self._entering: deque[tuple[int, threading.Lock]] = deque()
         """As `_back`, of calls that are about to begin."""
-        self.may_begin: Callable[[], bool] | None = None
-        """A thread calls this before it begins a call. If it returns False, the call keeps waiting."""
+        self.take: Callable[[int], Any | None] = lambda call_id: self.waiting.pop(call_id, None)
+        """A thread calls this to take a call from `waiting` and begin it. None: it must not, or the call was taken back."""
 
     # From the main thread
 
@@ -293,13 +293,11 @@ class Threads:
         del self._beside[call_id]
 
     def _begin(self, call_id: int, run: Callable[[int, Any], None]) -> None:
-        if self.may_begin is not None and not self.may_begin():
-            return
         # Add to `_running` before removing from `waiting`, so that the loop always finds the call in one of them.
         self._running[call_id] = None
         if self._is_crowded and call_id not in self._beside:
             self._enter(call_id)
-        item = self.waiting.pop(call_id, None)
+        item = self.take(call_id)
         if item is not None:
             run(call_id, item)
             item = None
