@@ -293,9 +293,6 @@ def test_the_fork_server_starts_before_the_imports(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_interrupted_start_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     start = Start(monkeypatch)
     start.once(interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -313,3 +310,107 @@ def test_a_finalizer_may_submit_while_the_first_call_starts_the_thread(monkeypat
     assert inner[0].result() == os.getpid()
     start.end()
     assert start.steps == ["fork server", "imports"]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_call_does_not_keep_later_ones_from_waking_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch)
+    assert start.submit().result() == os.getpid()
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(start.portal, "_wake", lambda _callback: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            start.submit()
+    assert start.submit().result(20) == os.getpid()
+    start.end()
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_interrupt_while_the_thread_begins_leaves_an_executor_that_works(
+    monkeypatch: pytest.MonkeyPatch, has_begun: bool
+) -> None:
+    """Thread.start waits for the new thread, and a Ctrl-C ends that wait."""
+    start = Start(monkeypatch)
+    begins, real_start = threading.Event(), threading.Thread.start
+    threads: list[threading.Thread] = []
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            real_start(self)
+            if has_begun:
+                begins.wait(20)
+            raise KeyboardInterrupt
+
+        def run(self) -> None:
+            threads.append(self)
+            if has_begun:
+                start.portal._has_launched = Noting(begins)
+            else:
+                begins.wait(20)
+            super().run()
+
+    class Noting(threading.Event):
+        def __init__(self, noted: threading.Event) -> None:
+            super().__init__()
+            self._noted = noted
+
+        def set(self) -> None:
+            self._noted.set()
+            super().set()
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(threading, "Thread", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            start.submit()
+    begins.set()
+    assert start.submit().result(20) == os.getpid()
+    start.end()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_finalizer_s_call_ends_though_the_thread_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit_and_fail() -> None:
+        inner.append(start.submit())
+        raise OSError("no descriptor is left")
+
+    start = Start(monkeypatch)
+    inner: list[Future[Any]] = []
+    start.once(submit_and_fail)
+    with pytest.raises(OSError, match="no descriptor"):
+        start.submit()
+    assert "no descriptor" in str(inner[0].exception(20))
+    assert start.submit().result(20) == os.getpid()
+    start.end()
+
+
+def test_a_callback_that_exits_does_not_end_the_executor_before_its_workers(caplog: pytest.LogCaptureFixture) -> None:
+    def leave(_future: Future[Any]) -> None:
+        raise SystemExit(3)
+
+    stage = Stage(1)
+    stage.submit(10)
+    for future in stage.futures:
+        future.add_done_callback(leave)
+    stage.play((READY, "cancel"), (READY, "open"))
+    assert any(future.cancelled() for future in stage.futures)
+    assert [future.result() for future in stage.futures if not future.cancelled()]
+    assert {record.getMessage().partition(" <")[0] for record in caplog.records} == {"percore: a callback of"}
+
+
+def test_code_that_is_pickled_for_the_start_may_submit_and_waits_for_nothing() -> None:
+    stage = Stage(1)
+    made = stage.portal._assemble
+    assert made is not None
+
+    def assemble(loop: asyncio.AbstractEventLoop, observer: Any) -> Assembly:
+        stage.submit(1)
+        stage.portal.wait_launched()
+        return made(loop, observer)
+
+    stage.portal._assemble = assemble
+    stage.play((READY, "open"), (0, "shut"))
+    assert [future.result() for future in stage.futures] == ["passed"]

@@ -65,6 +65,16 @@ def begins(future: Future[Any]) -> bool:
         return False
 
 
+def withdraw(future: Future[Any]) -> None:
+    """Cancel the future of a call that has not begun. This runs its callbacks; an exception of a callback is logged."""
+    try:
+        future.cancel()
+    except BaseException as raised:  # as in `resolve`
+        _report_callback(future, raised)
+    if future.cancelled():
+        begins(future)  # notifies `concurrent.futures.wait` and `as_completed`
+
+
 def resolve(future: Future[Any], value: Any, error: BaseException | None) -> None:
     """End a future with a result or an error. This runs its callbacks; an exception of a callback is logged."""
     try:
@@ -76,7 +86,11 @@ def resolve(future: Future[Any], value: Any, error: BaseException | None) -> Non
     except InvalidStateError:  # the user has ended it
         pass
     except BaseException as raised:  # a callback raised it; the standard library itself logs only Exceptions
-        report(logging.ERROR, "a callback of %r raised", future, exc_info=raised)
+        _report_callback(future, raised)
+
+
+def _report_callback(future: Future[Any], raised: BaseException) -> None:
+    report(logging.ERROR, "a callback of %r raised", future, exc_info=raised)
 
 
 def _end_as_theirs(error: BaseException) -> None:

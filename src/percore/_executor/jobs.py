@@ -25,7 +25,7 @@ from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
 from percore._common.errors import RemoteError
 from percore._common.tracing import Span
-from percore._executor.futures import Held, Request, begins, resolve
+from percore._executor.futures import Held, Request, begins, resolve, withdraw
 from percore._executor.life import ABRUPTLY, ExecutorLife
 from percore._protocol.messages import Kind
 from percore._scheduler.places import AHEAD
@@ -209,7 +209,7 @@ class Jobs:
         self._cost(job.function).measured(calls, time.monotonic() - job.begun_at)
 
     def _withdrawn(self) -> Iterator[Future[Any]]:
-        """Remove the waiting calls one by one, and return their futures. User code may run between two of them, and may raise."""
+        """Remove the waiting calls one by one, and return their futures. User code may run between two of them."""
         for waiting in self._waiting:
             while waiting:
                 yield waiting.popleft()[0]
@@ -272,8 +272,7 @@ class Jobs:
     def cancel_waiting(self) -> None:
         """Cancel the calls that wait."""
         for future in self._withdrawn():
-            if future.cancel():
-                begins(future)  # notifies `concurrent.futures.wait` and `as_completed`
+            withdraw(future)
 
     def fail_running(self) -> None:
         """End the calls that were handed over, because the executor is broken."""

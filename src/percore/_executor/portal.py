@@ -142,8 +142,12 @@ class Portal:
             self._start()
         self._inbox.append(request)
         if not self._is_due and self.thread is not None:  # None: this thread is starting it, and `_launched` takes the calls
-            self._is_due = True
-            self._wake(self._take)
+            try:
+                self._is_due = True
+                self._wake(self._take)
+            except BaseException:  # a Ctrl-C: perhaps the loop was not woken, and then the next call must wake it
+                self._is_due = False
+                raise
         if self.life.phase is _OVER:
             self._empty_inbox()
 
@@ -180,8 +184,11 @@ class Portal:
         return asked.result()
 
     def wait_launched(self) -> None:
-        """Wait until the processes of the first workers have been started, whether or not they are ready."""
-        if self.thread is not None:
+        """Wait until the processes of the first workers have been started, whether or not they are ready.
+
+        Return at once in the thread that starts them: the user's code may submit while it is pickled there.
+        """
+        if self.thread is not None and self.thread is not threading.current_thread():
             self._has_launched.wait()
 
     def shut(self, *, cancel: bool = False) -> None:
@@ -229,22 +236,34 @@ class Portal:
             try:
                 assert self._warm_up is not None
                 self._warm_up()
-                self.thread = self._start_thread()
-            except BaseException:
-                _portals.discard(self)
+                self._start_thread()
+            except BaseException as error:
+                if self.thread is None:
+                    _portals.discard(self)
+                    self._empty_inbox(error)  # what a `__del__` has submitted meanwhile
                 raise
 
-    def _start_thread(self) -> threading.Thread:
+    def _start_thread(self) -> None:
+        """Start the thread, and set `thread`.
+
+        Whoever pops the ticket decides whether it runs: a Ctrl-C may come while this thread waits for the new one to begin, and
+        nobody knows then whether it has.
+        """
         _import_modules()  # not in the new thread: a fork made while another thread imports a module could never import it
         self._loop = loop = new_loop()
+        tickets = deque([loop])
         # A daemon that `_at_exit` joins: a third Ctrl-C can then still end the interpreter.
-        thread = threading.Thread(target=self._run, args=(loop,), name=f"percore-executor-{next(_numbers)}", daemon=True)
+        name = f"percore-executor-{next(_numbers)}"
+        thread = threading.Thread(target=self._begin, args=(tickets,), name=name, daemon=True)
         try:
             thread.start()
+            self.thread = thread
         except BaseException:
-            loop.close()
+            try:
+                tickets.pop().close()
+            except IndexError:  # it runs
+                self.thread = thread
             raise
-        return thread
 
     def _wake(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the portal is over
@@ -254,17 +273,24 @@ class Portal:
         """Take this step in the loop, once the first workers have been launched."""
         self._wake(lambda: self._asked.append(step) if self.jobs is None else step(self.jobs))
 
-    def _empty_inbox(self) -> None:
-        """End the calls that were submitted after the end, since the loop no longer reads the inbox."""
+    def _empty_inbox(self, error: BaseException | None = None) -> None:
+        """End the calls in the inbox, which no loop reads, with this error. None: they were submitted after the end."""
         while True:
             try:
                 future, *_ = self._inbox.popleft()
             except IndexError:
                 return
             if begins(future):
-                resolve(future, None, self.life.last_word())
+                resolve(future, None, error or self.life.last_word())
 
     # The thread
+
+    def _begin(self, tickets: deque[asyncio.AbstractEventLoop]) -> None:
+        try:
+            loop = tickets.pop()
+        except IndexError:  # the start was given up
+            return
+        self._run(loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         import asyncio
