@@ -91,6 +91,15 @@ def test_rates_count_from_the_page_before() -> None:
         assert second.workers[0].bytes == pytest.approx(2000)
 
 
+def test_runners_that_have_closed_are_forgotten() -> None:
+    """A program that is watched for weeks may make a runner for each job."""
+    model = Model(os.getpid())
+    for number in range(1, 50):
+        model.view([page(float(number), number=number), page(number + 0.5, number=number + 1)])
+    assert max(len(model._before), len(model._shown)) == 2
+    assert model.view([page(60.0, done=30, due=1e9, number=50)]).calls == pytest.approx(20 / 10.5)
+
+
 def test_a_new_worker_of_a_slot_has_no_rate_of_bytes_yet() -> None:
     model, now = Model(os.getpid()), time.monotonic()
     model.view([page(now)])

@@ -109,11 +109,13 @@ class Model:
     def view(self, pages: Sequence[Page]) -> View:
         """Return the view of these pages, which were read now."""
         now = time.monotonic()
-        for page in pages:  # a page that has not changed keeps the rates that it had
-            shown = self._shown.get(page["number"])
-            if shown is not None and shown["at"] != page["at"]:
-                self._before[page["number"]] = shown
-            self._shown[page["number"]] = page
+        before, shown = self._before, self._shown
+        self._before, self._shown = {}, {page["number"]: page for page in pages}  # nothing is kept of runners that have closed
+        for number, page in self._shown.items():  # a page that has not changed keeps the rates that it had
+            last = shown.get(number)
+            earlier = last if last is not None and last["at"] != page["at"] else before.get(number)
+            if earlier is not None:
+                self._before[number] = earlier
         # A process on another node has a pid there, which here is that of any process, or of none.
         local = (one for page in pages for one in page["statistics"]["workers"] if not _node(one))
         pids = {one["pid"]: "" for one in local if one["pid"] is not None}
