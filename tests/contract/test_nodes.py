@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 import tracemalloc
 from contextlib import suppress
 from time import monotonic
@@ -13,6 +14,7 @@ import percore
 from percore._engines.nodes import engine as nodes
 from percore._engines.nodes.link import NodeLink
 from percore._node import host as hosts
+from percore._node.station import KEPT
 from tests import jobs, log_jobs
 from tests.contract.pipes import Gate, Log
 from tests.hosts import NodesRunner, OneNodeRunner, engine_of, inner_hosts
@@ -203,6 +205,17 @@ async def test_a_host_that_was_suspended_hears_its_program_or_ends(monkeypatch: 
         resume(200.0)
         await first.ended
         assert await runner.run(jobs.aecho, 2) == 2
+
+
+async def test_a_host_whose_clock_has_gained_half_a_minute_begins_calls_in_time() -> None:
+    """Two clocks run apart, by seconds in a day, and that of a suspended machine stands still."""
+    async with OneNodeRunner(1) as runner:
+        (link,) = engine_of(runner).links
+        (host,) = inner_hosts(engine_of(runner))
+        host._beat(0, memoryview(struct.pack("<d", monotonic() + 30.0)))  # weeks ago
+        for _ in range(2 * KEPT):
+            link.connection.beat_here()
+        assert await runner.options(queue_timeout=5.0).run(jobs.aecho, 1) == 1
 
 
 @pytest.mark.warm_fork_server(imports="numpy")

@@ -1,14 +1,16 @@
 """A worker's station in its host: what it passes on to the program."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from percore._node.station import Station
+from percore._node.station import KEPT, ClockAhead, Station
 from percore._protocol.messages import RESULT, VALUE, BrokenFrame
 from percore._transport.codec import decode
 from percore._transport.wire import READ_COUNT, Kind, unpack
+from tests.counts import times
 
 SLOT = 77
 
@@ -62,7 +64,7 @@ class Worker:
 @pytest.fixture
 def made() -> tuple[Any, Any]:
     connection, worker = Connection(), Worker()
-    home: Any = type("Home", (), {"connection": connection, "places": 10, "clock_ahead": 0.0})
+    home: Any = type("Home", (), {"connection": connection, "places": 10, "clock_ahead": ClockAhead()})
     worker.station = Station(home, 5, worker)  # type: ignore[arg-type]
     return connection, worker
 
@@ -116,3 +118,22 @@ def test_a_result_that_is_not_there_is_not_announced(made: tuple[Any, Any]) -> N
     with pytest.raises(BrokenFrame, match="outside"):
         worker.on_frame([(RESULT, 2, SLOT + 1)])
     assert connection.said == []
+
+
+@pytest.mark.long
+def test_a_host_knows_how_far_its_clock_is_ahead_for_months() -> None:
+    """Its clock gains 50 microseconds in each second. A beat takes a while, and now and then seconds."""
+    chance, ahead, known = random.Random(1), 1000.0, ClockAhead()
+    for beat in range(times(20_000, 3_000_000)):
+        ahead += 50e-6
+        late = chance.choice((0.0002, 0.001, 0.01, 3.0 if beat % 7 else 0.0002))
+        known.heard(ahead + late)
+        assert beat < KEPT or abs(known.seconds - ahead) < 0.01
+
+
+def test_a_host_hears_of_a_suspended_machine_within_some_beats() -> None:
+    known = ClockAhead()
+    for ahead in (5.0, -60.0, 5.0):  # the host's machine is suspended, then the program's
+        for _ in range(2 * KEPT):
+            known.heard(ahead)
+        assert known.seconds == ahead

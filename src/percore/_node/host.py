@@ -23,7 +23,7 @@ from percore._common.log import report
 from percore._common.options import RunnerOptions
 from percore._engines.processes.engine import Guest, ProcessEngine
 from percore._node.main_source import main_here
-from percore._node.station import Station, Step
+from percore._node.station import ClockAhead, Station, Step
 from percore._protocol.host_orders import HostOrders, greeting
 from percore._protocol.interfaces import Exit
 from percore._protocol.messages import BrokenFrame, takes_parcel
@@ -59,7 +59,7 @@ class Host:
         ended: done when the connection and the engine are closed, and every worker has ended.
         parcels: the parcel in this node's store of each of the program's.
         places: how many start marks each worker has.
-        clock_ahead: what this machine's monotonic clock shows beyond the program's, in seconds, at most.
+        clock_ahead: what this machine's monotonic clock shows beyond the program's.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: Any, pid: int) -> None:
@@ -68,7 +68,7 @@ class Host:
         self._arriving: int | None = None
         """The parcel that is being received."""
         self.places = 0
-        self.clock_ahead = float("inf")
+        self.clock_ahead = ClockAhead()
         self._loop = loop
         self._engine: ProcessEngine | None = None
         self._stations: dict[int, Station] = {}
@@ -108,7 +108,7 @@ class Host:
         self._handlers[frame.kind](frame.number, frame.data)
 
     def _beat(self, _zero: int, data: memoryview) -> None:
-        self.clock_ahead = min(self.clock_ahead, time.monotonic() - time_of(data))
+        self.clock_ahead.heard(time.monotonic() - time_of(data))
 
     # The start
 

@@ -1,7 +1,8 @@
 """A worker of a host, as the program elsewhere sees it: its messages, its exit, and how far its calls have come."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from math import inf
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from percore._common.errors import shown
 from percore._protocol.interfaces import Exit
@@ -12,6 +13,9 @@ from percore._transport.wire import READ_COUNT, Kind, pack
 if TYPE_CHECKING:
     from percore._engines.processes.engine import ProcessWorker
     from percore._transport.connection import Connection
+
+KEPT: Final = 10
+"""Beats after which the clocks are compared anew. There are ten in `lost_after` seconds."""
 
 _FATES = 1000
 _BEGIN_BY = 4
@@ -24,12 +28,36 @@ class Home(Protocol):
     Attributes:
         connection: that to the program.
         places: how many start marks each worker has.
-        clock_ahead: what this machine's monotonic clock shows beyond the program's, in seconds, at most.
+        clock_ahead: what this machine's monotonic clock shows beyond the program's.
     """
 
     connection: "Connection"
     places: int
-    clock_ahead: float
+    clock_ahead: "ClockAhead"
+
+
+class ClockAhead:
+    """What this machine's monotonic clock shows beyond the program's, as the latest beats tell.
+
+    A beat tells when it was sent. The one that took the least time is the best. Those of long ago count no more: two clocks run
+    apart by seconds in a day, and the one of a suspended machine stands still.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._least = inf
+        self._beats = 0
+
+    def heard(self, difference: float) -> None:
+        """Take a beat: the time here when it came, less the time there when it was sent."""
+        if self._beats == KEPT:
+            self._before, self._least, self._beats = self._least, inf, 0
+        self._beats += 1
+        self._least = min(self._least, difference)
+
+    @property
+    def seconds(self) -> float:
+        """The difference, at most. It is infinite before the first beat."""
+        return min(self._before, self._least)
 
 
 class Kept:
@@ -80,7 +108,7 @@ class Station:
 
     def _timed(self, op: int, body: Body) -> Body:
         """Translate a time of the program's clock into one of this machine's."""
-        ahead = self._host.clock_ahead
+        ahead = self._host.clock_ahead.seconds
         if op == BEGIN_BY:
             return None if body is None else cast("float", body) + ahead
         terms = list(cast("tuple[object, ...]", body))
