@@ -19,6 +19,8 @@
 #   make fuzz       ten million frames of a ring and as many of a link, and 200,000 lies of a worker
 #   make mutants    small faults in the source, and whether the tests notice them; MUTANTS=300, MUTANTS_ARGS="--seed 2"
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
+#   make soak       two hours of constant work with deaths, reloads and recycling: does anything grow?  SOAK_MINUTES=20 for less;
+#                   SOAK_ENGINE=threads, and build/soak has the series
 #   make chaos-nodes  the same with workers on several nodes, whose hosts and links are struck, too; 200 kills
 #   make chaos-threads  the same with workers that are threads, as far as a thread can be struck
 #   make docs       the site, from docs/ and the docstrings, into build/site; a warning is an error
@@ -59,7 +61,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 # The ways of other systems, forced on Linux.
 WITHOUT_ALL := memfd,eventfd,pidfd,setsig,uvloop,reuseport
-.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long repeat sweep syscalls stdlib stdlib-one chaos chaos-nodes chaos-threads docs test-docs test-examples test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
+.PHONY: help demo demo-threads python3.14t test test-threads test-full test-fallbacks test-all long repeat sweep syscalls stdlib stdlib-one chaos chaos-nodes chaos-threads soak docs test-docs test-examples test-programs test-browser lint package package-all bench bench-check bench-record bench-supplement clean stale
 .DELETE_ON_ERROR:
 
 help:
@@ -163,6 +165,10 @@ chaos-nodes: $(VENV)/.percore-test
 
 chaos-threads: $(VENV)/.percore-test
 	CHAOS_KILLS=$(CHAOS_KILLS) CHAOS_SEED=$(CHAOS_SEED) $(RUN) -m tests.chaos.threads
+
+# Its variables reach it through the environment: SOAK_MINUTES, SOAK_ENGINE, SOAK_RATE, SOAK_SEED.
+soak: $(VENV)/.percore-test
+	$(RUN) -m tests.soak $(SOAK_ARGS)
 
 # Given by name, like them. PERCORE_PICTURES=folder keeps pictures of the pages.
 test-browser: $(VENV)/.percore-test

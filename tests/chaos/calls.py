@@ -90,9 +90,16 @@ def serving(folder: str, per_key: int | None, patience: float = 0.0) -> Iterator
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(EXIT, lambda *_: os._exit(0))
     signal.signal(LIBC_EXIT, lambda *_: ctypes.CDLL(None).exit(0))
+    with entering(folder, f"{worker.pid} {worker.generation}", per_key, patience):
+        yield
+
+
+@contextlib.contextmanager
+def entering(folder: str, stamp: str, per_key: int | None = None, patience: float = 0.0) -> Iterator[None]:
+    """Have the calls of this process enter themselves in the ledger of a folder, with this stamp."""
     _Worker.folder, _Worker.per_key, _Worker.patience = folder, per_key, patience
     _Worker.keys, _Worker.locks, _Worker.lock = Counter(), {}, threading.Lock()
-    _Worker.stamp = f"{worker.pid} {worker.generation}"
+    _Worker.stamp = stamp
     _Worker.ledger = os.open(f"{folder}/ledger", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     _Worker.rates = os.open(f"{folder}/rates", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     yield

@@ -126,14 +126,17 @@ CALLERS: Final = (
     calls.caller_with_keys,
 )
 PARTS: Final = (calls.parts, calls.parts_of_task, calls.parts_passed_on, calls.parts_passed_on_by_task, calls.parts_at_a_rate)
+ENDLESS: Final = frozenset({"stuck", "doomed", "doomed_in_thread"})
+"""Single calls that may cost a worker its life, or in a thread of the program never end."""
 UNITS: Final = {"single": 86, "nested": 4, "map": 6, "stream": 3, "broadcast": 1}
 
 
 class Load:
-    """The calls of one round."""
+    """The calls of one round, without single ones of the kinds `omitted`."""
 
-    def __init__(self, runner: percore.Runner, seed: str, folder: Path, room: int) -> None:
+    def __init__(self, runner: percore.Runner, seed: str, folder: Path, room: int, omitted: frozenset[str] = frozenset()) -> None:
         self.runner = runner
+        self._weights = {kind: weight for kind, (weight, _) in SINGLE.items() if kind not in omitted}
         self.last = 0
         self.ended = 0
         self.is_closing = False
@@ -188,7 +191,7 @@ class Load:
 
     def _submit_single(self, uuid: int, decide: random.Random) -> None:
         self.last = uuid
-        kind = decide.choices(list(SINGLE), [weight for weight, _ in SINGLE.values()])[0]
+        kind = decide.choices(list(self._weights), list(self._weights.values()))[0]
         wish = SINGLE[kind][1](decide, uuid)
         submit = self.runner.options(**wish.options).submit if wish.options else self.runner.submit
         context = copy_context()
