@@ -14,6 +14,7 @@ from percore._common.system import has_gil
 from tests import jobs
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.faults import wait_stopped
 
 SHORT = 0.1
 
@@ -93,7 +94,10 @@ async def test_c_code_that_holds_the_gil_is_shown_by_its_caller(
 async def test_a_stopped_worker_is_not_called_blocked(make_real: MakeRunner, reports: Reports) -> None:
     async with make_real(blocked_after=SHORT) as runner:
         await runner.run(jobs.echo, 0)
-        worker_of(runner).kill(signal.SIGSTOP)
+        worker = worker_of(runner)
+        worker.kill(signal.SIGSTOP)
+        assert worker.pid is not None
+        wait_stopped(worker.pid)
         waiting = runner.submit(jobs.echo, 1)
         text = await reports.texts.get()
         assert text.endswith(" s: its process is stopped, by a signal or a debugger")
