@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import percore
-from percore._protocol.messages import CANCEL, Message
+from percore._protocol.messages import CANCEL, DEFINE_TASK, Message
 from percore._worker.tasks import Tasks
 from tests import jobs
 from tests.contract.conftest import MakeRunner
@@ -444,4 +444,25 @@ async def test_c3_a_cancel_that_is_read_before_the_first_step(monkeypatch: pytes
         future = runner.submit(jobs.later, 1)
         async with asyncio.timeout(10):
             await asyncio.wait([future])
+        assert not supervisor_of(runner).closing.unfinished()
+
+
+async def test_c1_a_call_cancelled_while_its_function_is_sent_does_not_stay() -> None:
+    """As by a `__del__`, in a garbage collection at that moment."""
+    async with FakeRunner(1, concurrency=1) as runner:
+        (member,) = members_of(runner)
+        first, second = runner.submit(jobs.aecho, 1), runner.submit(jobs.apattern, 2)
+        tell, sent = member.tell, []
+
+        def send(op: int, call_id: int, body: Any) -> None:
+            sent.append((op, call_id))
+            if op == DEFINE_TASK:
+                second.cancel()
+            tell(op, call_id, body)
+
+        member.tell = send
+        assert await first == 1
+        assert second.cancelled()
+        assert sent[0][0] == DEFINE_TASK
+        assert await runner.run(jobs.aecho, 3) == 3
         assert not supervisor_of(runner).closing.unfinished()

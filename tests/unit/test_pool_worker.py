@@ -120,6 +120,7 @@ def test_a_function_that_could_not_be_told_is_told_with_the_next_call(payload: b
     call = cast(Any, Caller(function_of(Kind.TASK, payload)))
     with pytest.raises(MemoryError):
         member.send(call)
+    member.give_up(call)
     assert not member.calls
     member.send(call)
     assert wire.sent == [(DEFINE_TASK, 7, payload), (7, call.call_id, (1,))]

@@ -162,9 +162,6 @@ class PoolWorker:
 
     def send(self, call: PendingCall) -> None:
         """Send a call or a batch. The worker must have a free place."""
-        number = call.function.number
-        if number not in self.defined:
-            number = self._define(call.function)
         call_id = self.free.pop()
         if call_id > ID_MASK:  # the bits above ID_MASK hold the numbers of items
             call_id = call_id % self.stride + self.stride
@@ -175,6 +172,10 @@ class PoolWorker:
         body = call.body
         if body is None:
             self._batched += call.size - 1
+        # From here on the call is found here, should a garbage collection run user code that cancels it.
+        number = call.function.number
+        if number not in self.defined:
+            number = self._define(call.function)
         if call.plan is not None and call.plan.terms is not None:
             self.tell(TERMS, call_id, call.plan.terms)
         if type(body) is tuple:
