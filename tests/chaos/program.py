@@ -146,7 +146,7 @@ class Round:
             if results != [1] * 100:
                 self._wrong.append("after the faults it gave wrong results")
         except TimeoutError as error:
-            raise TimeoutError(f"it did not serve within {LIMIT:g} s: {_state(runner)}") from error
+            raise TimeoutError(f"it did not serve within {LIMIT:g} s: {state_of(runner)}") from error
 
     async def _close(self, runner: percore.Runner) -> None:
         grace = {"in order": None, "in a while": self._seconds}.get(self._closing, 0.0)
@@ -156,7 +156,7 @@ class Round:
             closing.cancel()
         done, _ = await asyncio.wait([closing], timeout=LIMIT)
         if not done:
-            raise TimeoutError(f"it did not close within {LIMIT:g} s: {_state(runner)}")
+            raise TimeoutError(f"it did not close within {LIMIT:g} s: {state_of(runner)}")
         if not closing.cancelled():
             closing.result()
 
@@ -170,7 +170,7 @@ async def _tell_progress(load: Load, runner: percore.Runner) -> None:
             runner.statistics()
 
 
-def _state(runner: percore.Runner) -> str:
+def state_of(runner: percore.Runner) -> str:
     """What is known of its workers and calls."""
     workers = [
         f"{member.name} of generation {member.generation}, {member.life.state.value}, load {member.load}, "

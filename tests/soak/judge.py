@@ -79,9 +79,9 @@ def _centred(group: Points) -> Points:
 def judge_size(groups: Sequence[Points], bound: float) -> Verdict:
     """Say whether a size grows by more than `bound` an hour."""
     points = sorted(point for group in groups for point in group)
-    if len(points) < FEWEST or (line := fitted(groups)) is None:
-        return Verdict(len(points))
     values = [y for _, y in points]
+    if len(points) < FEWEST or (line := fitted(groups)) is None:
+        return Verdict(len(points), lowest=min(values, default=0.0), highest=max(values, default=0.0))
     third = len(values) // 3
     first, last = (sum(part) / third for part in (values[:third], values[-third:]))
     return Verdict(len(values), first, last, min(values), max(values), line, line.slope - SIGMAS * line.error > bound)
@@ -89,10 +89,10 @@ def judge_size(groups: Sequence[Points], bound: float) -> Verdict:
 
 def judge_count(groups: Sequence[Points]) -> Verdict:
     """Say whether a count grows in any of the groups."""
-    points = [y for group in groups for _, y in group]
+    values = [y for group in groups for _, y in group]
     judged = [[y for _, y in group] for group in groups if len(group) >= FEWEST]
     if not judged:
-        return Verdict(len(points))
+        return Verdict(len(values), lowest=min(values, default=0.0), highest=max(values, default=0.0))
     ends = [(min(group[: len(group) // 3]), min(group[-(len(group) // 3) :])) for group in judged]
     first, last = max(ends, key=lambda end: end[1] - end[0])
-    return Verdict(len(points), first, last, min(points), max(points), None, last > first)
+    return Verdict(len(values), first, last, min(values), max(values), None, last > first)

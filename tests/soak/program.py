@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import percore
+from percore._scheduler.lifecycle import State
 from tests.chaos import calls
 from tests.chaos.load import ENDLESS, Load
+from tests.chaos.program import state_of
 from tests.e2e.fault_programs import say
 from tests.internals import current_member, members_of, slots_used
 from tests.log_jobs import say as say_in_log
@@ -88,8 +90,14 @@ class Program:
             number = 0
             while True:
                 number += 1
-                await self._round(number)
-                say("quiet", await self._facts())
+                try:
+                    await self._round(number)
+                    facts = await self._facts()
+                except TimeoutError:
+                    for runner in (self._lasting, self._passing):
+                        sys.stderr.write(f"! hangs in round {number}: {state_of(runner)}\n")
+                    raise
+                say("quiet", facts)
                 if sys.stdin.readline() != "go\n":
                     break
         await asyncio.to_thread(self._executor.shutdown)
@@ -212,17 +220,23 @@ class Program:
             statistics = runner.statistics()
             if statistics.running or statistics.queued or slots_used(runner):
                 return False
-            if len(members_of(runner)) != WORKERS or any(one.state != "ready" for one in statistics.workers):
+            if len(statistics.workers) != WORKERS or any(member.life.state is not State.READY for member in members_of(runner)):
                 return False
         return True
+
+    async def _settle(self) -> None:
+        """Wait until everything has ended and each place has one worker. Beside one that is soon recycled its successor waits."""
+        await until(self._is_quiet)
+        while len(members_of(self._passing)) > WORKERS:
+            await self._passing.map(calls.accept, range(20))
+            await until(self._is_quiet)
 
     async def _facts(self) -> dict[str, Any]:
         """What the program knows itself, when everything has ended."""
         async with asyncio.timeout(LIMIT):
             in_workers = [] if self._is_threads else await self._lasting.broadcast(objects)
-            await until(self._is_quiet)
             await self._passing.broadcast(calls.accept)  # the last one to start has run a call, like the others
-            await until(self._is_quiet)
+            await self._settle()
         await asyncio.sleep(0.5)  # what is put off for less than that ends as well: timers, threads, messages nobody waits for
         objects()
         loop: Any = asyncio.get_running_loop()

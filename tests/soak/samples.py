@@ -150,9 +150,9 @@ def table(rows: Sequence[Row]) -> list[str]:
         one = row.verdict
         show = _bytes if row.measure in ("heap", "resident") else _number
         numbers = "".join(f"{show(value):>11}" for value in (one.lowest, one.highest, one.first, one.last))
-        growth = "constant" if one.line is None else f"{show(one.line.slope)} ± {show(one.line.error)}"
-        end = {True: "GROWS", False: "", None: "too few points"}[one.grows]
-        lines.append(f"{row.role:<15}{row.measure:<12}{row.how:<15}{one.points:>7}{numbers}  {growth} {end}".rstrip())
+        growth = "" if one.line is None else f"{show(one.line.slope)} ± {show(one.line.error)}"
+        end = {True: "GROWS", False: "" if one.line else "constant", None: "too few points"}[one.grows]
+        lines.append(f"{row.role:<15}{row.measure:<12}{row.how:<15}{one.points:>7}{numbers}  {growth:<22} {end}".rstrip())
     return lines
 
 
