@@ -7,15 +7,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
+from itertools import count
 from typing import Any, ClassVar
 
 import pytest
 
-from percore import Progress
+from percore import Map, Progress
 from percore._map import displays
 from percore._map.displays import Bar, Line, Lines, RichBar, automatic, choose
 from percore._map.progress import Meter, check, display_of, seconds_left
 from percore._monitor.progress import duration
+from tests.fakes import FakeRunner
+from tests.internals import supervisor_of
 
 
 def progress(done: int = 0, total: int | None = 200, **more: Any) -> Progress:
@@ -205,3 +208,29 @@ def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert not displays._is_notebook()
     monkeypatch.setattr(IPython, "get_ipython", lambda: None)
     assert not displays._is_notebook()
+
+
+class Interrupt(BaseException):
+    """As a Ctrl-C."""
+
+
+async def first_of(mapped: Map[int]) -> None:
+    async with mapped:
+        await anext(mapped)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+async def test_a_callback_that_is_interrupted_leaves_no_map_open(at_end: bool) -> None:
+    def interrupted(seen: Progress) -> None:
+        if seen.is_over == at_end:
+            raise Interrupt
+
+    async with FakeRunner(1, max_pending=2) as runner:
+        for is_list in (True, False):
+            numbers = (number for number in (range(3) if is_list else count()))
+            mapped = runner.map(abs, numbers, progress=interrupted)
+            with pytest.raises(Interrupt):
+                await (mapped if is_list else first_of(mapped))
+            assert not supervisor_of(runner).closing.enders
+            assert numbers.gi_frame is None  # the input is closed
+        assert await runner.map(abs, range(3)) == [0, 1, 2]  # no place under `max_pending` is lost

@@ -54,6 +54,7 @@ class MapRun:
         if items is None:
             return []
         try:
+            self._watch()
             while not items.is_over():
                 await items.wait()
             life.check()
@@ -73,6 +74,7 @@ class MapRun:
             return
         ready = results.ready
         try:
+            self._watch()
             while life.gives:
                 if not ready:
                     if items.is_over():
@@ -150,10 +152,10 @@ class MapRun:
         supervisor.closing.enders[feeder.end] = None
         supervisor.pool.changes.resized.add(items.resized)
         feeder.begin()
-        self._watch()
         return items
 
     def _watch(self) -> None:
+        """Show the progress, if that is asked for. This runs user code, so the map must be sure to be closed."""
         display = display_of(self._spec.progress)
         if display is not None:
             supervisor, name = self._supervisor, qualified_name(self._fn)
@@ -167,8 +169,6 @@ class MapRun:
         if self._life.is_closed:
             return
         self._life.advance(MapEvent.CLOSE)
-        if self._watcher is not None:
-            self._watcher.end()
         if self._parts is None:  # the map has not begun
             return
         items, feeder = self._parts
@@ -176,6 +176,9 @@ class MapRun:
         self._supervisor.closing.enders.pop(feeder.end, None)
         self._supervisor.pool.changes.resized.discard(items.resized)
         faults = Faults("a map was closed")
+        if self._watcher is not None:
+            with faults:  # user code
+                self._watcher.end()
         items.close(faults)
         try:
             faults.finish()
