@@ -1,5 +1,6 @@
 """Progress: its figures and its line, and the choice among the displays and what they write."""
 
+import inspect
 import io
 import re
 import sys
@@ -232,5 +233,5 @@ async def test_a_callback_that_is_interrupted_leaves_no_map_open(at_end: bool) -
             with pytest.raises(Interrupt):
                 await (mapped if is_list else first_of(mapped))
             assert not supervisor_of(runner).closing.enders
-            assert numbers.gi_frame is None  # the input is closed
+            assert inspect.getgeneratorstate(numbers) == inspect.GEN_CLOSED
         assert await runner.map(abs, range(3)) == [0, 1, 2]  # no place under `max_pending` is lost

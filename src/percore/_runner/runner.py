@@ -42,6 +42,7 @@ _ADVICE: Final = {
     State.CLOSING: "the runner is closing and takes no new calls",
     State.CLOSED: "the runner is closed; make a new one",
 }
+_CLOSED_MEANWHILE: Final = "the runner was closed while it started"
 _NO_LOOP = (
     "a Runner needs a running asyncio event loop, and there is none here: start the program with asyncio.run(main()), "
     'or with anyio.run(main, backend="asyncio"). It does not run under trio'
@@ -201,29 +202,32 @@ class Runner(Control):
             if self._make_engine is not None:
                 self._assembly = await self._assemble(loop, self._make_engine)
             elif choice is None:
-                self._assembly = await self._assemble_processes(loop)
+                await self._assemble_processes(loop)
             else:
                 self._assembly = await self._assemble_by(loop, choice._maker())
+            assert self._assembly is not None
             self._supervisor = self._assembly.supervisor
+            if self._phase is not State.STARTING:
+                raise RunnerClosed(_CLOSED_MEANWHILE)
             await self._supervisor.pool.start()
         except BaseException:
             await self.aclose(grace=0)
             raise
         if self._phase is not State.STARTING:  # 1. the last worker is ready  2. another task closes  3. this task wakes
             await self.aclose()
-            raise RunnerClosed("the runner was closed while it started")
+            raise RunnerClosed(_CLOSED_MEANWHILE)
         self._phase = State.OPEN
 
     async def _assemble(self, loop: asyncio.AbstractEventLoop, make_engine: EngineFactory | None) -> Assembly:
         await import_modules()
         if self._phase is State.CLOSED:  # another task closed the runner meanwhile
-            raise RunnerClosed("the runner was closed while it started")
+            raise RunnerClosed(_CLOSED_MEANWHILE)
         return Assembly(loop, self._options, make_engine)
 
-    async def _assemble_processes(self, loop: asyncio.AbstractEventLoop) -> Assembly:
+    async def _assemble_processes(self, loop: asyncio.AbstractEventLoop) -> None:
         early = warm_up(self._options)
         try:
-            return await self._assemble(loop, None)
+            self._assembly = await self._assemble(loop, None)  # at once: a close that comes at the next `await` must find it
         finally:
             if early is not None:
                 await early.aclose()  # by now the engine has its own reference to the fork server
