@@ -26,8 +26,13 @@ SOURCES = {
 PACKAGE = "python3.14"
 APT_HELPER = "/usr/lib/apt/apt-helper"
 NEEDS = "build-essential libssl-dev libffi-dev zlib1g-dev libbz2-dev liblzma-dev libsqlite3-dev libreadline-dev uuid-dev"
+# The tests of executors, for `make stdlib-one`, and what they import.
+TESTS = ("__init__.py", "support", "test_concurrent_futures", "test_importlib")
 # It must be free-threaded, and must have the modules that percore and its tests import.
-CHECK = "import sys, ssl, ctypes, sqlite3, lzma, zlib, ensurepip, venv; sys.exit(sys._is_gil_enabled())"
+CHECK = (
+    "import sys, ssl, ctypes, sqlite3, lzma, zlib, ensurepip, venv, test.test_concurrent_futures.test_process_pool\n"
+    "sys.exit(sys._is_gil_enabled())"
+)
 
 
 def debian_pools() -> list[str]:
@@ -68,6 +73,14 @@ def run(*command: str | Path, cwd: Path, log: Path) -> None:
         sys.exit(f"failed: {' '.join(map(str, command))}; {log} has its output; it needs {NEEDS}")
 
 
+def install(part: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    if part.is_dir():
+        shutil.copytree(part, target)
+    else:
+        shutil.copy2(part, target)
+
+
 def build(tarball: Path, target: Path, *, pgo: bool) -> None:
     """Build it beside the target, and put it there at the end: a target that exists is whole."""
     log = target.with_name(f"{target.name}.log")
@@ -82,6 +95,10 @@ def build(tarball: Path, target: Path, *, pgo: bool) -> None:
         run("make", f"-j{os.cpu_count()}", cwd=source, log=log)
         run("make", "install", f"DESTDIR={folder / 'installed'}", cwd=source, log=log)
         made = Path(f"{folder / 'installed'}{target}")
+        (library,) = made.glob("lib/python3.*t")
+        for name in TESTS:
+            part = source / "Lib" / "test" / name
+            install(part, library / "test" / name)
         run(made / "bin" / "python3", "-I", "-c", CHECK, cwd=folder, log=log)
         shutil.rmtree(target, ignore_errors=True)
         made.rename(target)
