@@ -10,9 +10,12 @@ import re
 import signal
 import sys
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +38,32 @@ def runner_of(workers: int = 1, **options: Any) -> Runner:
 
 
 # What crosses
+
+
+async def test_what_another_thread_drops_last_is_freed_although_its_maker_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GIL its maker alone frees it, when it runs again: here the loop of the worker, which has nothing to do."""
+    monkeypatch.setenv("PERCORE_METRICS", "0")  # whoever measures wakes the worker, too
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    held: list[Any] = []
+
+    async def make() -> Any:
+        return jobs.Adder(1), threading.get_native_id()
+
+    def drop(maker: int) -> None:
+        while Path(f"/proc/self/task/{maker}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0)
+        held.clear()
+
+    async with runner_of() as runner:
+        one, maker = await runner.run(make)
+        weakref.finalize(one, loop.call_soon_threadsafe, gone.set)
+        held.append(one)
+        del one
+        thread = threading.Thread(target=drop, args=(maker,))
+        thread.start()
+        async with asyncio.timeout(20):
+            await gone.wait()
+    thread.join()
 
 
 async def test_every_object_crosses_as_it_is() -> None:
