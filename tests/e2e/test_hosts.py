@@ -23,10 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 MAIN = """\
 import asyncio
+import logging
 import os
 import threading
 
 import percore
+
+# Debugging loops, here and in workers, tell of steps that took long: on a slow machine that is no result.
+logging.getLogger("asyncio").addFilter(lambda record: not record.getMessage().startswith("Executing "))
 
 
 class Odd(Exception):
@@ -45,7 +49,6 @@ async def halve(n):
 
 
 async def main():
-    asyncio.get_running_loop().slow_callback_duration = 10  # what a debugging loop says of a slow machine is no result
     async with percore.Runner(2) as runner:
         doubled = await runner.map(double, range(20))
         halves = [half async for half in runner.map(halve, doubled)]
