@@ -179,6 +179,8 @@ def test_a_program_starts_its_fork_server_before_it_imports_what_its_workers_nee
     for name, program, most in (
         ("executor", call, 27),
         ("executor after asyncio", f"import asyncio; {call}", 27),
+        ("map", "import percore; percore.LoopPoolExecutor(1).map(abs, [1])", 27),
+        ("map in chunks", "import percore; percore.LoopPoolExecutor(1).map(abs, [1, 2], chunksize=2)", 28),
         ("runner", "import asyncio, percore; asyncio.run(percore.Runner(1).start())", 29),
     ):
         with subtests.test(name=name):

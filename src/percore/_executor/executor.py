@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from functools import partial
 from itertools import islice
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
@@ -141,16 +142,22 @@ class LoopPoolExecutor(Executor):
             BrokenProcessPool: the executor is broken.
             RuntimeError: the executor was shut down, or the interpreter is ending.
         """
+        self._begin()
         portal = self._portal
-        portal.check()
-        if portal.thread is None:
-            check_start()
         future: Future[Any] = Future() if self._tracing is None else traced_future(self._tracing, fn)
         portal.submit((future, fn, args, kwargs))
         if self._mp_context is not None:
             # As in the standard library, the processes are forked and the initargs are read before this method returns.
             portal.wait_launched()
         return future
+
+    def _begin(self) -> None:
+        """Check that calls are accepted, and start the thread and the workers if there are none. Raises as `submit`."""
+        portal = self._portal
+        portal.check()
+        if portal.thread is None:
+            check_start()
+            portal.start()
 
     @overload
     def map(
@@ -205,15 +212,10 @@ class LoopPoolExecutor(Executor):
         end = None if timeout is None else time.monotonic() + timeout
         rows = zip(*iterables, strict=False)
         if chunksize == 1 or _is_coroutine_function(fn):
-            from percore._serialization.pickler import is_by_reference
-
-            shared = fn if is_by_reference(fn) else Held(fn, self._portal.forget)
-            return _ResultIterator(self, shared, rows, end, buffersize).items()
-        from percore._worker.executor_worker import run_chunk
-
+            return _ResultIterator(self, partial(_shared, fn), rows, end, buffersize).items()
         chunks = iter(lambda: tuple(islice(rows, chunksize)), ())
         calls = ((fn, chunk) for chunk in chunks)
-        return _ResultIterator(self, run_chunk, calls, end, buffersize).chunks()
+        return _ResultIterator(self, _of_chunks, calls, end, buffersize).chunks()
 
     def statistics(self) -> "percore.Statistics":
         """Return a snapshot of the executor's counters. Any thread may call this.
@@ -281,13 +283,15 @@ class _ResultIterator:
     def __init__(
         self,
         executor: LoopPoolExecutor,
-        fn: Callable[..., Any],
+        function_of: Callable[[LoopPoolExecutor], Callable[..., Any]],
         rows: Iterator[tuple[Any, ...]],
         end: float | None,
         most: int | None,
     ) -> None:
+        """`function_of`: returns the function that all calls have. It is called for the first one."""
         self._executor = weakref.ref(executor)
-        self._fn = fn
+        self._function_of = function_of
+        self._fn: Callable[..., Any] | None = None
         self._rows = rows
         self._end = end
         self._is_bounded = most is not None
@@ -304,8 +308,13 @@ class _ResultIterator:
 
     def _submit(self, most: int | None) -> None:
         executor = self._executor()
-        if executor is not None:
-            self._futures.extend(executor.submit(self._fn, *args) for args in islice(self._rows, most))
+        if executor is None:
+            return
+        for args in islice(self._rows, most):
+            if self._fn is None:
+                executor._begin()  # first: the fork server starts while this process imports what the next line needs
+                self._fn = self._function_of(executor)
+            self._futures.append(executor.submit(self._fn, *args))
 
     def _take(self) -> Any:
         """Remove and return the next result. Keeps no reference to the result or its future."""
@@ -332,6 +341,19 @@ class _ResultIterator:
             chunk.reverse()
             while chunk:
                 yield chunk.pop()
+
+
+def _shared(fn: Callable[..., Any], executor: LoopPoolExecutor) -> Callable[..., Any]:
+    """Return `fn`, or if it is pickled by value, what is pickled once for all calls of a map."""
+    from percore._serialization.pickler import is_by_reference
+
+    return fn if is_by_reference(fn) else Held(fn, executor._portal.forget)
+
+
+def _of_chunks(_executor: LoopPoolExecutor) -> Callable[..., Any]:
+    from percore._worker.executor_worker import run_chunk
+
+    return run_chunk
 
 
 def _is_coroutine_function(fn: Callable[..., Any]) -> bool:

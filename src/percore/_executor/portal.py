@@ -139,7 +139,7 @@ class Portal:
     def submit(self, request: Request) -> None:
         """Accept a call. Its future always ends."""
         if self.thread is None:
-            self._start()
+            self.start()
         self._inbox.append(request)
         if not self._is_due and self.thread is not None:  # None: this thread is starting it, and `_launched` takes the calls
             try:
@@ -226,7 +226,8 @@ class Portal:
         if jobs is not None and self._is_here():
             self._wake(lambda: jobs.supervisor.functions.retire(function, ()))  # (): each call references its Held, so none is left
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the thread and the workers, unless that has been done. Any thread may call this."""
         with _start_lock:
             if self.thread is not None or self in _portals:  # a `__del__` submits while this thread starts it
                 return
