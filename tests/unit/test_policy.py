@@ -54,6 +54,10 @@ def policy(**options: Any) -> Policy:
     return Policy.checked(**{**GOOD, **options})
 
 
+def values(given: Policy) -> dict[str, object]:
+    return {name: getattr(given, name) for name in Policy.__slots__ if name != "asks_for_retries"}
+
+
 class Unhashable:
     __hash__ = None  # type: ignore[assignment]
 
@@ -67,15 +71,16 @@ class Failing:
 
 
 def test_the_default_is_none_of_it() -> None:
-    assert policy() == DEFAULT == Policy()
+    assert values(policy()) == values(DEFAULT) == values(Policy())
     assert (DEFAULT.key, DEFAULT.retries, DEFAULT.backoff, DEFAULT.timeout) == (None, 0, 0.0, None)
     assert DEFAULT.retry_on is WorkerDied
     assert DEFAULT.is_plain
 
 
 def test_what_is_given_is_kept() -> None:
-    given_policy = policy(key=("host", 80), retries=3, retry_on=(OSError, ValueError), backoff=1, timeout=2)
-    assert given_policy == Policy(key=("host", 80), retries=3, retry_on=(OSError, ValueError), backoff=1.0, timeout=2.0)
+    errors = OSError, ValueError
+    given_policy = policy(key=("host", 80), retries=3, retry_on=errors, backoff=1, timeout=2)
+    assert values(given_policy) == values(Policy(key=("host", 80), retries=3, retry_on=errors, backoff=1.0, timeout=2.0))
     assert type(given_policy.backoff) is float
     assert type(given_policy.timeout) is float
 
@@ -327,8 +332,8 @@ def test_a_prefetch_is_a_number_of_items(prefetch: Any, error: type[Exception]) 
 
 
 def test_a_stream_has_a_key_and_a_prefetch_and_no_retries_or_timeout() -> None:
-    assert policy(inherited=3).for_stream() == Policy()
-    assert policy(key="a", prefetch=3).for_stream() == Policy(key="a", prefetch=3)
+    assert values(policy(inherited=3).for_stream()) == values(Policy())
+    assert values(policy(key="a", prefetch=3).for_stream()) == values(Policy(key="a", prefetch=3))
     for options in ({"retries": 2}, {"retries": 2, "retry_on": OSError}, {"timeout": 1}):
         with pytest.raises(TypeError, match="stream"):
             policy(**options).for_stream()
@@ -359,7 +364,8 @@ def test_a_broadcast_has_neither_a_key_nor_retries(options: dict[str, Any]) -> N
 def test_a_broadcast_leaves_the_runners_retries_alone(retries: int | None) -> None:
     assert policy(retries=retries, inherited=2).for_broadcast() is None
     limited = policy(retries=retries, inherited=2, timeout=5, queue_timeout=2).for_broadcast()
-    assert limited == Policy(timeout=5.0, queue_timeout=2.0)
+    assert limited is not None
+    assert values(limited) == values(Policy(timeout=5.0, queue_timeout=2.0))
 
 
 def test_what_a_call_waits_for_its_runner_is_part_of_its_queue_timeout() -> None:
@@ -369,7 +375,8 @@ def test_what_a_call_waits_for_its_runner_is_part_of_its_queue_timeout() -> None
     assert (later.queue_left, later.queue_timeout) == (0.5, 2.0)
     with pytest.raises(TimeoutError, match="the runner did not accept the call within queue_timeout=2 s"):
         limited.after(2)
-    assert policy(timeout=1).after(5) == policy(timeout=1)
+    unlimited = policy(timeout=1)
+    assert unlimited.after(5) is unlimited
 
 
 # Plans

@@ -35,6 +35,10 @@ class IllegalEvent(Exception):
     """An event that the table of a state machine does not allow in this state: an error in percore, or a broken worker."""
 
 
+class ThreadInitializerFailed(PercoreError):
+    """The thread_initializer of an executor has raised `__cause__`. The executor is broken then, and users see that error."""
+
+
 class RunnerClosed(PercoreError, RuntimeError):
     """The runner accepts no calls: it is not started, is closing, or is closed.
 

@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias
 from percore._calls.calls import CallBase
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
-from percore._common.errors import RemoteError
+from percore._common.errors import RemoteError, ThreadInitializerFailed
 from percore._common.tracing import Span
 from percore._executor.futures import Held, Request, begins, resolve, withdraw
 from percore._executor.life import ABRUPTLY, ExecutorLife
 from percore._protocol.messages import Kind
 from percore._scheduler.places import AHEAD
 from percore._scheduler.windows import Cost
-from percore._worker.executor_worker import ThreadInitializerFailed
 
 if TYPE_CHECKING:
     import asyncio

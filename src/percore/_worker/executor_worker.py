@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
-from percore._common.errors import PercoreError
+from percore._common.errors import ThreadInitializerFailed
 from percore._protocol.messages import ERROR, Body
 from percore._serialization.advice import advise_call, unpicklable
 from percore._serialization.pickler import load
@@ -42,10 +42,6 @@ def initialize(pickled: bytes, given: "Given | None" = None) -> BaseException | 
         logger.critical("Exception in initializer:", exc_info=True)
         return error
     return None
-
-
-class ThreadInitializerFailed(PercoreError):
-    """The thread_initializer of an executor has raised `__cause__`."""
 
 
 class ThreadStart:

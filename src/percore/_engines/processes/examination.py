@@ -35,7 +35,7 @@ _MOST_TRIES: Final = 100
 _MOST_BYTES: Final = 1 << 18
 """Bytes of stacks that are read. A hundred threads of a hundred frames each have more."""
 _PACKAGE: Final = __file__.removesuffix(os.path.join("_engines", "processes", "examination.py"))
-_OF_LOOP: Final = re.compile(r'File ".*[/\\\\]asyncio[/\\\\]\w+\.py"')
+_OF_LOOP: Final = r'File ".*[/\\\\]asyncio[/\\\\]\w+\.py"'
 """The frames of an event loop that runs a callback or a task of the user's own."""
 _MOSTLY: Final = 0.8
 """The share of a window in which a process had to wait for a CPU, from which on it counts as starved."""
@@ -184,7 +184,7 @@ def _users(stacks: str) -> list[list[str]]:
 
 def _outermost(lines: list[str]) -> str:
     """Return the name of the outermost function of the user's."""
-    named = [line.rpartition(" in ")[2] for line in lines[1:] if not _OF_LOOP.search(line)]
+    named = [line.rpartition(" in ")[2] for line in lines[1:] if not re.search(_OF_LOOP, line)]
     return named[-1] if named else ""
 
 
