@@ -86,6 +86,9 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+_NEVER = 2**31 - 1
+"""More objects than an import makes: a threshold of `gc`."""
+
 _HOMES = {
     "CurrentRunner": "_worker.runner",
     "CurrentWorker": "_worker.context",
@@ -131,14 +134,16 @@ def _import_uncollected(name: str) -> object:
     """Import a module of percore without garbage collections meanwhile, and return it.
 
     Nearly everything that an import makes stays, so collections would find nothing, and look at all of it again and again.
+
+    A threshold that is not reached keeps them off, and not `gc.disable`: another thread may call that, or `gc.enable`, meanwhile.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    before = gc.get_threshold()
+    gc.set_threshold(_NEVER, *before[1:])
     try:
         return import_module(name)
     finally:
-        if was_enabled:
-            gc.enable()
+        if gc.get_threshold()[0] == _NEVER:  # otherwise another thread has set one meanwhile
+            gc.set_threshold(*before)
 
 
 if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name

@@ -4,14 +4,19 @@ import errno
 import json
 import logging
 import os
+import sys
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import percore
 from percore._attach.programs import ProgramGone, read
 from percore._common.system import HAS_MEMFD
 from percore._monitor.page import PageFile
 from percore._monitor.views import Model
+from percore._supervisor import publication
 from percore._web.feed import Feed
 from tests import jobs
 from tests.contract.conftest import MakeRunner
@@ -49,6 +54,34 @@ async def test_a_page_is_there_from_soon_after_the_start_to_the_end(make: MakeRu
         await runner.map(jobs.echo, range(100))
         await until(lambda: read(os.getpid())[0]["statistics"]["done"] == 100)
     assert not is_published()
+
+
+def test_the_loop_imports_what_pages_need_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runner:
+        def is_busy(self) -> bool:
+            raise LookupError("the first page is written")
+
+    later: list[Any] = []
+    loop: Any = SimpleNamespace(call_later=lambda _seconds, callback: later.append(callback))
+    imported: list[str] = []
+    watched: Any = SimpleNamespace(on_rest=None)
+
+    def import_uncollected(name: str) -> None:
+        imported.append(name)
+        monkeypatch.setitem(sys.modules, name, sys)
+
+    monkeypatch.setattr(publication, "_MODULES", ("one", "sys", "two"))
+    monkeypatch.setattr(percore, "_import_uncollected", import_uncollected)
+    runner: Any = Runner()
+    published = publication.Publication(loop, runner, watched, is_on=True)
+    published.touch()
+    for number in range(1, 3):
+        later.pop()()
+        assert len(imported) == number
+    assert imported == ["one", "two"]
+    with pytest.raises(LookupError):
+        later.pop()()
+    published.close()
 
 
 async def test_a_replacement_is_told_at_rest(make: MakeRunner) -> None:

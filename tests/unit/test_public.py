@@ -193,25 +193,47 @@ def test_a_program_starts_its_fork_server_before_it_imports_what_its_workers_nee
                 assert not (loaded - needed) & {"asyncio", "ast", "dataclasses", "inspect", "ssl", "uvloop"}
 
 
-@pytest.mark.parametrize("was_enabled", [True, False])
-def test_an_import_runs_without_collections_and_leaves_the_collector_as_it_was(
-    was_enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
+def test_an_import_runs_without_collections_and_leaves_the_collector_as_others_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, was_enabled = gc.get_threshold(), gc.isenabled()
+    objects: list[list[int]] = []
 
-    def failing(name: str) -> None:
-        seen.append(gc.isenabled())
-        raise ImportError(name)
+    def collections() -> int:
+        return sum(one["collections"] for one in gc.get_stats())
 
-    monkeypatch.setattr(percore, "import_module", failing)
-    before = gc.isenabled()
-    (gc.enable if was_enabled else gc.disable)()
-    try:
+    def collects() -> bool:
+        began = collections()
+        objects.extend([] for _ in range(2000))
+        return collections() > began
+
+    def failing(name: str, meanwhile: Callable[[], object]) -> bool:
+        """Import a module that cannot be imported, and return whether collections ran meanwhile."""
+        seen: list[bool] = []
+
+        def import_module(name: str) -> None:
+            seen.append(collects())
+            meanwhile()
+            raise ImportError(name)
+
+        monkeypatch.setattr(percore, "import_module", import_module)
         with pytest.raises(ImportError, match="missing"):
-            percore._import_uncollected("percore.missing")
-        assert (seen, gc.isenabled()) == ([False], was_enabled)
+            percore._import_uncollected(name)
+        return seen[0]
+
+    try:
+        gc.enable()
+        gc.set_threshold(700, *before[1:])
+        assert collects()
+        assert not failing("missing", lambda: None)
+        assert gc.isenabled()
+        assert gc.get_threshold()[0] == 700
+        assert not failing("missing", gc.disable)  # as by another thread
+        assert not gc.isenabled()
+        gc.enable()
+        assert not failing("missing", lambda: gc.set_threshold(900))
+        assert gc.get_threshold()[0] == 900
     finally:
-        (gc.enable if before else gc.disable)()
+        gc.set_threshold(*before)
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_a_start_imports_so_many_modules(subtests: pytest.Subtests) -> None:

@@ -6,11 +6,13 @@ belongs to a runner at rest, and one whose time is over to a program whose event
 
 import asyncio
 import logging
+import sys
 from itertools import count
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import ref
 
+import percore
 from percore._common.log import report
 from percore._common.system import HAS_MEMFD
 
@@ -31,6 +33,16 @@ _REST: Final = 50
 
 _MOST_FUNCTIONS: Final = 8
 """The page has figures by worker of so many functions, those with the most time, so that writing it takes a bounded time."""
+
+_MODULES: Final = (
+    "json",
+    "percore._monitor.tables",
+    "percore._monitor.functions",
+    "percore._monitor.statistics",
+    "percore._monitor.page",
+    "percore._supervisor.snapshot",
+)
+"""What the first page needs, in the order in which it is imported: one in each turn of the loop, since all take 12 ms."""
 
 _numbers: Final = count(1)
 
@@ -107,11 +119,11 @@ class Publication:
 
     def _publish(self) -> None:
         self._timer = None
-        from percore._monitor.page import (  # the first page comes after the start, which need not wait for this
-            PageFile,
-            encode,
-            page_of,
-        )
+        if (name := next((name for name in _MODULES if name not in sys.modules), None)) is not None:
+            percore._import_uncollected(name)  # now: the first page comes after the start, which need not wait for this
+            self._timer = self._loop.call_later(0, self._publish)
+            return
+        from percore._monitor.page import PageFile, encode, page_of
 
         published = self._published()
         if published is None:
