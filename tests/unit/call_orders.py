@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 from unittest import mock
 
 from percore import Rate, Runner, RunnerClosed, WorkerDied
@@ -112,6 +112,15 @@ class Case(NamedTuple):
         return self.has("key") or any(ask.key is not None for ask in self.asks)
 
 
+class StepRunner(Runner):
+    """The runner of the latest world."""
+
+    world: "ClassVar[World]"
+
+    def _make_engine(self, loop: Any, *_: Any) -> Any:
+        return StepEngine(self.world, loop)
+
+
 @dataclass
 class World:
     """A runner, its workers, and what has happened so far."""
@@ -142,10 +151,9 @@ class World:
         options = {"concurrency": 1, "threads": 1, "kill_after": 5.0, "start_timeout": 60.0, "blocked_after": None, **case.options}
         self.threads: int = options["threads"]
         self.concurrency: int = options["concurrency"]
-        kind = type("StepRunner", (Runner,), {"_make_engine": lambda _, loop, __, ___: StepEngine(self, loop)})
-        Clock.loop = self.loop
+        Clock.loop, StepRunner.world = self.loop, self
         with self.loop.running():
-            self.runner: Runner = kind(case.workers, **options)
+            self.runner: Runner = StepRunner(case.workers, **options)
         self.begin("start", self.runner.start())
         if not case.from_start:
             for worker in self.workers:
@@ -265,22 +273,16 @@ class World:
     def take(self, name: str, *, checks: bool = True) -> None:
         """Take one of the steps. `checks`: False if the same was checked before."""
         event = name.split(" ")[0]
+        if name == "submits":
+            step: Callable[[], object] | None = self.submit
+        else:
+            step = next((step for one, step in (self.steps() if event in self.left else self.fair()) if one == name), None)
+        assert step is not None, f"{name} cannot happen"
         if event in self.left:
             self.left[event] -= 1
-        step = dict(self.steps() if event not in self.left else [*self.fair(), *self.steps_of(event)])[name]
-        with self.loop.running():
-            step()
-        self.loop.settle()
+        self.loop.settle(step)
         if checks:
             self.check()
-
-    def steps_of(self, event: str) -> list[tuple[str, Callable[[], object]]]:
-        """The steps that are this event."""
-        self.left[event] += 1
-        try:
-            return [one for one in self.steps() if one[0].split(" ")[0] == event]
-        finally:
-            self.left[event] -= 1
 
     def submit(self) -> None:
         number = len(self.calls)

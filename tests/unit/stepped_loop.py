@@ -57,9 +57,11 @@ class StepLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*before)
 
-    def settle(self) -> None:
-        """Run what is due, and what follows from it."""
+    def settle(self, step: Callable[[], object] | None = None) -> None:
+        """Take a step, run what is due, and what follows from it."""
         with self.running():
+            if step is not None:
+                step()
             for _ in range(MOST_TURNS):
                 if not (self._ready or self._is_due()):  # type: ignore[attr-defined]
                     return

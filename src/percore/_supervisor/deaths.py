@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from percore._calls.calls import PendingCall
+from percore._calls.calls import Outcome, PendingCall
 from percore._calls.items import Batch
 from percore._common.log import Faults
 from percore._protocol.interfaces import Fate
@@ -48,7 +48,7 @@ class Deaths:
         began = fate.begun is not False or was_read(call)  # a broken worker may have read the arguments without a mark
         if call.done():
             if began:
-                call.function.meter.lost(member.index)
+                _count(member, call)
         elif began or self._phase.is_cut:
             delay = self._lost(member, call, fate.age, began=began)
             member.take(call.call_id)
@@ -89,10 +89,7 @@ class Deaths:
             self._calls.release(call)
             if not call.done():
                 call.set_exception(error)
-        member.done += 1
-        member.failed += 1
-        if began:
-            call.function.meter.lost(member.index)
+        _count(member, call, began=began)
         return None
 
     def _lost_items(self, member: PoolWorker, batch: Batch, items: int, age: float | None, faults: Faults) -> None:
@@ -103,7 +100,7 @@ class Deaths:
             batch.settle(index)
             member.shrink(1)
             if item.done():
-                batch.function.meter.lost(member.index)
+                _count(member, item)
                 continue
             renewed = item.renewed()
             with inner:
@@ -152,3 +149,11 @@ class Deaths:
         if self._phase.broken is not None:
             return True
         return self._phase.is_closing and not any(m.life.state in (State.STARTING, State.READY) for m in self._members)
+
+
+def _count(member: PoolWorker, call: Outcome, *, began: bool = True) -> None:
+    """Count a call, or an item of a batch, that has ended with its worker."""
+    member.done += 1
+    member.failed += 1
+    if began:
+        call.function.meter.lost(member.index)
