@@ -4,7 +4,7 @@ The arguments of a call are pickled here too, since an error names the function 
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from time import monotonic_ns
 from types import MethodType
@@ -215,7 +215,7 @@ class Functions:
     def _number(self, function: Function) -> bool:
         """Pickle the function and give it a number. Return False if it must be sent with each call instead."""
         try:
-            payload, met = self._pickled(function.fn)
+            payload, met = self._shares.met_in(self._pickler().payload, function.fn)
         except CANNOT as error:
             told = unsendable_function(f"the function {function.name}", error)
             if told is error:
@@ -233,7 +233,7 @@ class Functions:
         function.number = self._last
         return True
 
-    def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, list[Share]]:
+    def pickle(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, Sequence[Share]]:
         """Pickle the arguments of a call. Return the payload, and the shared objects that the call must hold until it has ended.
 
         Raises:
@@ -245,7 +245,9 @@ class Functions:
         dumps.left -= 1
         began = monotonic_ns() if dumps.left < 0 else 0
         try:
-            payload, met = self._pickled((args, kwargs) if function.number else (function.fn, args, kwargs))
+            payload, met = self._shares.met_in(
+                self._pickler().payload, (args, kwargs) if function.number else (function.fn, args, kwargs)
+            )
         except CANNOT as error:
             told = self._told(function, args, kwargs, error)
             if told is error:
@@ -268,12 +270,3 @@ class Functions:
             return self.store.can_pickle(obj)
         finally:
             self._shares.seen(outer)
-
-    def _pickled(self, obj: object) -> tuple[Payload, list[Share]]:
-        shares = self._shares
-        outer = shares.watch()
-        try:
-            payload = self._pickler().payload(obj)
-        finally:
-            met = shares.seen(outer)
-        return payload, [*met]

@@ -21,7 +21,7 @@ from percore._common.endings import Endings
 from percore._common.errors import RunnerClosed
 from percore._protocol import shared
 from percore._protocol.interfaces import Store
-from percore._protocol.messages import FORGET, SHARE, Body, BrokenFrame
+from percore._protocol.messages import FORGET, SHARE, Body, BrokenFrame, Payload
 from percore._protocol.shared import CLOSED, Copy, Shared
 
 
@@ -211,6 +211,16 @@ class Shares:
                 "to share several objects, share them as one: `await runner.share((a, b))`"
             )
         self._met = (*self._met, share)
+
+    def met_in(self, pickle: Callable[[object], Payload], obj: object) -> tuple[Payload, Sequence[Share]]:
+        """Pickle a part of a call. Return its payload, and the shared objects that were met, as `watch` and `seen` do."""
+        outer, self._met = self._met, ()
+        try:
+            payload = pickle(obj)
+        finally:
+            met, self._met = self._met, outer
+        assert met is not None
+        return payload, met
 
     def watch(self) -> Sequence[Share] | None:
         """Begin to collect the shared objects that are met while part of a call is pickled. Pass the return value to `seen`.

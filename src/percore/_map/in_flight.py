@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.items import Batch, Item, size_of
@@ -152,7 +153,7 @@ class InFlight:
         self.window.pull(len(run.bodies), size)
         self.batches.append(run._replace(mark=self.function.meter.mark_run()))
 
-    def take_item(self, body: Any, size: int, key: Name | None, shares: list[Share]) -> None:
+    def take_item(self, body: Any, size: int, key: Name | None, shares: Sequence[Share]) -> None:
         """Implement `Taker`."""
         number = self.window.pulled
         item = Item(self, number, body, size, self.plan(), key)

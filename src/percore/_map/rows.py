@@ -1,6 +1,6 @@
 """Turns the rows of arguments that a map pulls into single items, or into runs of items for batches."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class Taker(Protocol):
     def take_run(self, run: Run, size: int) -> None:
         """Take items for batches. `size`: bytes of their pickled arguments."""
 
-    def take_item(self, body: Any, size: int, key: Name | None, shares: list[Share]) -> None:
+    def take_item(self, body: Any, size: int, key: Name | None, shares: Sequence[Share]) -> None:
         """Take an item that is sent as a call. `size`: bytes of its pickled arguments.
 
         It holds `shares`, the shared objects among its arguments, until it has ended.
@@ -109,7 +109,7 @@ class Rows:
                 check_awaited("key", given)
             key = self._names.of(given)
         is_scalar = bool(self._function.number) and self._passes(args)
-        shares: list[Share] = []
+        shares: Sequence[Share] = ()
         body: Any = args
         if not is_scalar:
             body, shares = self._functions.pickle(self._function, args, {})

@@ -110,7 +110,10 @@ def _dump_fast(obj: object, file: File, keep: Keep | None) -> type[Exception] | 
 
 def is_final(pickled: bytes, *, main_by_value: bool) -> bool:
     """Whether a FastPickler's pickle that contains `GLOBAL` can stay as it is. If False, `finish` decides."""
-    return is_current() and not (main_by_value and b"__main__" in pickled) and not any(map(pickled.__contains__, needles()))
+    if not is_current() or (main_by_value and b"__main__" in pickled):
+        return False
+    names = needles()
+    return not names or not any(map(pickled.__contains__, names))
 
 
 def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_value: bool, beside: Beside | None = None) -> None:
@@ -141,7 +144,10 @@ def finish(obj: object, file: File, failed: type[Exception] | None, *, main_by_v
 
 def _has_by_value(file: File, main_by_value: bool) -> bool:
     """Whether the pickle names something that workers cannot import."""
-    return (main_by_value and file.contains(b"__main__")) or any(map(file.contains, needles()))
+    if main_by_value and file.contains(b"__main__"):
+        return True
+    names = needles()
+    return bool(names) and any(map(file.contains, names))
 
 
 def _dump_otherwise(obj: object, file: File, main_by_value: bool, keep: Keep | None, proxies_may_help: bool) -> None:

@@ -7,7 +7,7 @@ with `cloudpickle.register_pickle_by_value`.
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -58,8 +58,11 @@ def needles() -> list[bytes]:
     """Return byte strings, at least one of which occurs in any pickle that names a module whose contents travel by value."""
     # An unimportable module is searched for as the opcode of a short string with its exact name. A registered package also covers
     # the modules inside it, so its bare name is searched for.
-    exact = [b"\x8c" + bytes((len(name),)) + name for name in map(str.encode, list(unimportable())) if len(name) < 256]
-    return [*exact, *map(str.encode, _registered())]
+    found, registered = unimportable(), _registered()
+    if not found and not registered:  # the common case
+        return []
+    exact = [b"\x8c" + bytes((len(name),)) + name for name in map(str.encode, list(found)) if len(name) < 256]
+    return [*exact, *map(str.encode, registered)]
 
 
 def is_by_value(name: object) -> bool:
@@ -69,11 +72,11 @@ def is_by_value(name: object) -> bool:
     return name in unimportable() or any(name == one or name.startswith(f"{one}.") for one in _registered())
 
 
-def _registered() -> Iterable[str]:
+def _registered() -> Collection[str]:
     """Return the names of the modules that the user or percore has registered with cloudpickle."""
     # While another thread is importing cloudpickle, the module lacks this function, and nothing can be registered yet.
     registered: Any = getattr(sys.modules.get("cloudpickle"), "list_registry_pickle_by_value", tuple)
-    names: Iterable[str] = registered()
+    names: Collection[str] = registered()
     return names
 
 

@@ -97,25 +97,27 @@ class Answers:
         """Return the function, the arguments and the keyword arguments of a call, and the function's gauges."""
         if function is None:
             began = monotonic_ns()
-            fn, args, kwargs = self._load(call_id, cast("Payload", body), send)
+            fn, args, kwargs = self._load(call_id, body, send)
             gauges = self._gauges_of(fn)
             gauges.loads.left -= 1
             if gauges.loads.left < 0:
                 gauges.loads.took(monotonic_ns() - began)
             return fn, args, kwargs, gauges
-        fn = self.function(function)
+        fn = function.fn
+        if fn is None:
+            fn = self.function(function)
         gauges = function.gauges
         if type(body) is tuple:
             return fn, body, None, gauges
         loads = gauges.loads
         loads.left -= 1
         began = monotonic_ns() if loads.left < 0 else 0
-        args, kwargs = self._load(call_id, cast("Payload", body), send)
+        args, kwargs = self._load(call_id, body, send)
         if began:
             loads.took(monotonic_ns() - began)
         return fn, args, kwargs, gauges
 
-    def _load(self, call_id: int, payload: Payload, send: Send) -> Any:
+    def _load(self, call_id: int, payload: Any, send: Send) -> Any:
         try:
             if type(payload) is bytes and payload[-1:] == b".":  # the common case: a pickle without buffers
                 loaded = load(payload)
