@@ -66,6 +66,13 @@ class Channel:
     All other methods may be called on the loop only.
     """
 
+    # A side adds some, and of an instance with more than thirty attributes CPython looks up each of them in a dictionary.
+    __slots__ = (
+        "__dict__", "__weakref__", "_bell", "_bell_waits", "_ends_turn", "_frame", "_heavy", "_is_lazy", "_is_ring_due", "_lag",
+        "_lock", "_prompt", "_queue", "_rung_at", "_told", "full_count", "haste", "incoming", "is_open", "leases", "loop",
+        "on_batch", "on_broken", "on_frame", "on_logged", "outgoing", "rx", "tx", "waits_since"
+    )  # fmt: skip
+
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
@@ -136,7 +143,7 @@ class Channel:
 
     # Sending
 
-    def send(self, op: int, call_id: int, body: Body) -> None:
+    def send(self, op: int, call_id: int, body: Body) -> None:  # noqa: PLR0912  # a function more costs a message a microsecond
         """Send a message. It is in the ring when this iteration of the loop ends, or earlier, unless the ring is full."""
         if self._ends_turn:  # the flush at the end of the iteration sends it together with others
             self._queue.append((op, call_id, body))
@@ -147,7 +154,6 @@ class Channel:
         try:
             is_idle = (
                 tx.written == tx.acknowledged
-                and not self._queue
                 and not self._frame
                 and haste.rung < haste.limit
                 and not POINTS
@@ -163,6 +169,11 @@ class Channel:
         # The peer is idle, so holding the message back gains nothing. This is `flush` for one message, in as few calls as possible:
         # after a wait each call of a function costs a microsecond, because its code is no longer in the CPU's caches.
         try:
+            if self._queue:  # messages that nobody awaits, which go with this one
+                self._enqueue(op, call_id, body)
+                haste.rung += 1
+                self._publish()
+                return
             data = encode([(op, call_id, body)])
             if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:  # threads have filled the ring since the check
                 self._frame = checked(data, op)

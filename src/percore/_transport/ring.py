@@ -102,18 +102,18 @@ class RingReader:
             BrokenFrame: the length exceeds what was published, or the CRC is wrong.
         """
         read = self.read
-        available = self.end - read
-        if available < HEADER_SIZE:
-            raise BrokenFrame(f"{available} bytes published: less than a header")
-        at = read % self.size
-        if at + available <= self.size:  # nothing wraps around: the fast path
-            length, crc = _unpack_from(self._view, at)
-            data: memoryview | bytes = self._view[at + HEADER_SIZE : at + HEADER_SIZE + length]
+        room = self.end - read - HEADER_SIZE
+        if room < 0:
+            raise BrokenFrame(f"{room + HEADER_SIZE} bytes published: less than a header")
+        at = read % self.size + HEADER_SIZE
+        if at + room <= self.size:  # nothing wraps around: the fast path
+            length, crc = _unpack_from(self._view, at - HEADER_SIZE)
+            data: memoryview | bytes = self._view[at : at + length]
         else:
             length, crc = _HEADER.unpack(self._bytes(read, HEADER_SIZE))
-            data = self._bytes(read + HEADER_SIZE, min(length, available - HEADER_SIZE))
-        if length > available - HEADER_SIZE:
-            raise BrokenFrame(f"frame of {length} bytes in {available} published ones")
+            data = self._bytes(read + HEADER_SIZE, min(length, room))
+        if length > room:
+            raise BrokenFrame(f"frame of {length} bytes in {room + HEADER_SIZE} published ones")
         if crc32(data) != crc:
             raise BrokenFrame(f"wrong CRC over a frame of {length} bytes")
         self.read = read + HEADER_SIZE + length

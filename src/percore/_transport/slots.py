@@ -42,6 +42,12 @@ WARM_LIMIT = 64 << 20
 class SlotWriter:
     """The writing end of a map of slots. Slots may be taken and given back from any thread."""
 
+    # An arena adds some, and of an instance with more than thirty attributes CPython looks up each of them in a dictionary.
+    __slots__ = (
+        "__dict__", "__weakref__", "_freed", "_fresh", "_holders", "_is_ours", "_lock", "_memory", "_touched", "_waiters", "_warm",
+        "count", "in_use", "limit", "slot_size"
+    )  # fmt: skip
+
     def __init__(self, memory: Memory, slot_size: int, limit: int) -> None:
         """Cut `memory` into slots. `limit` is the size of the largest payload in bytes, at most `slot_size`."""
         self.slot_size = slot_size
@@ -109,12 +115,24 @@ class SlotWriter:
                 return
             if not 0 <= slot < self.count or not self._holders[slot]:
                 raise BrokenFrame(f"slot {slot} was released and is not in use")
-            self._holders[slot] -= 1
-            if self._holders[slot]:
+            self._holders[slot] = holders = self._holders[slot] - 1
+            if holders:
                 return
-            self._warm += max(0, used - self._touched[slot])
-            self._touched[slot] = max(self._touched[slot], used)
-            cooled = self._cool(slot) if self._warm > WARM_LIMIT else []
+            touched = self._touched[slot]
+            if used > touched:
+                self._warm += used - touched
+                self._touched[slot] = used
+            cooled = self._cool(slot) if self._warm > WARM_LIMIT else None
+            if cooled is None:
+                heapq.heappush(self._freed, slot)
+                self.in_use -= 1
+        if cooled is not None:
+            self._give_pages(slot, cooled)
+        if self._waiters:
+            self._offer()
+
+    def _give_pages(self, slot: int, cooled: list[tuple[int, int]]) -> None:
+        """Give back the pages that `_cool` has chosen, and then free `slot` and the other slots that they are of."""
         for start, end in cooled:
             # Before any thread can take these slots: giving the pages back would also discard a new payload.
             self._memory.give_back(start, end)
@@ -124,7 +142,6 @@ class SlotWriter:
                     heapq.heappush(self._freed, start // self.slot_size)
             heapq.heappush(self._freed, slot)
             self.in_use -= 1
-        self._offer()
 
     def _cool(self, slot: int) -> list[tuple[int, int]]:
         """Return the ranges of pages to give back, so that at most WARM_LIMIT bytes stay warm.
@@ -319,17 +336,18 @@ class Sink:
                 self.head = data
                 return
             self._grow_large()
-        if type(data) is bytes and (len(data) <= _FRAME_SIZE or data.startswith(_FRAME_STARTS)):
-            self._frames.append((self._position, self._position + len(data)))
-        if isinstance(data, PickleBuffer):
-            data = data.raw()
-        elif not isinstance(data, bytes):
-            data = memoryview(data).cast("B")
-        end = self._position + len(data)
+        start = self._position
+        if type(data) is bytes:
+            end = start + len(data)
+            if end - start <= _FRAME_SIZE or data.startswith(_FRAME_STARTS):
+                self._frames.append((start, end))
+        else:
+            data = data.raw() if isinstance(data, PickleBuffer) else memoryview(data).cast("B")
+            end = start + len(data)
         if end > self._sure:
             self._reach(end)
         if self._view is not None:
-            self._view[self._position : end] = data
+            self._view[start:end] = data
         elif self._parts is not None:
             self._parts.append(bytes(data))
         self._position = end

@@ -6,7 +6,7 @@ from typing import Any
 
 from percore._common.fault_points import POINTS, point
 from percore._protocol.interfaces import Ticket
-from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, BrokenFrame, Message, Payload
+from percore._protocol.messages import LEASED, RELEASE, UNLEASED, Body, BrokenFrame, Payload
 from percore._transport.arena import Arena
 from percore._transport.channel import Channel
 from percore._transport.codec import decode
@@ -76,13 +76,14 @@ class SupervisorSide(Channel):
     def _deliver(self) -> None:
         """Hand over all that has arrived together: so the load of a worker falls once."""
         rx = self.rx
-        messages: list[Message] = []
+        if rx.read == rx.end:
+            return
+        messages = decode(rx.next())
         try:
             while rx.read != rx.end:
                 messages += decode(rx.next())
         finally:  # those before a broken frame have arrived
-            if messages:
-                self.on_frame(messages)
+            self.on_frame(messages)
 
     # Messages of the worker's side
 
