@@ -280,6 +280,11 @@ class Call(CallBase, asyncio.Future[Any]):
     call_id: int
     accepted: int
 
+    @property
+    def future(self) -> "Call":
+        """The future to await, as `Awaited` has one."""
+        return self
+
     def __repr__(self) -> str:
         """Return the repr of a future with the name of the function added, and where the call is while it is pending.
 

@@ -83,7 +83,7 @@ class Verbs(MapVerbs):
             return await self._admitted(function, args, kwargs, policy)
         call = supervisor.submission.run(function, args, kwargs, self._policy or supervisor.policy)
         try:
-            return await (call if isinstance(call, Future) else call.future)
+            return await call.future
         except CancelledError:
             if not isinstance(call, Future):
                 supervisor.calls.withdraw(call)
