@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from percore._calls import streams
 from percore._calls.functions import Function
 from percore._calls.policy import DEFAULT, CallPlan
 from percore._calls.streams import StreamCall
@@ -331,14 +332,15 @@ async def test_a_generator_whose_consumer_is_slow_gives_its_place_back_until_the
     stage.member.check_empty()
 
 
-async def test_a_fast_consumer_costs_a_generator_no_place() -> None:
+async def test_a_fast_consumer_costs_a_generator_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "PATIENCE", 1000.0)  # a loop that stands still for a moment makes any consumer slow
     stage = Stage(2)
     items = await stage.open(1)
     assert await anext(items) == 1
     for _ in range(3):
         stage.give(2, 3)
         assert [await anext(items), await anext(items)] == [2, 3]
-    await asyncio.sleep(2 * streaming.PATIENCE)  # all timers have run
+    stage.call._look()  # as the timer does
     assert stage.rooms == 0
     assert stage.member.load[Kind.TASK] == 1
     await items.aclose()
