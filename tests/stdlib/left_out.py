@@ -18,6 +18,7 @@ class LeftOut(NamedTuple):
 
 
 _BY_NAME = "imports the class by its name from concurrent.futures; tests/e2e/test_executor_ends.py has our own copy"
+_FORCE = "calls or replaces the private _force_shutdown; tests/e2e/test_executor_workers.py has terminate_workers and kill_workers"
 
 LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("test_interpreter_shutdown", _BY_NAME),
@@ -46,6 +47,22 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut(
         "test_processes_terminate",
         "counts the private _processes: all workers start with the first call, not one by one",
+        ("forkserver", "spawn"),
+    ),
+    LeftOut("test_terminate_workers", _FORCE),
+    LeftOut("test_kill_workers", _FORCE),
+    LeftOut("test_force_shutdown_workers_invalid_op", _FORCE),
+    LeftOut(
+        "test_force_shutdown_workers",
+        "replaces methods of a process in the private _processes, which percore makes anew whenever somebody looks",
+    ),
+    *(
+        LeftOut(test, "the futures that are left get their results: a replacement runs their calls", ("forkserver", "spawn"))
+        for test in ("test_failed_worker_replacement_breaks_pool", "test_gc_during_max_tasks_worker_exit_gh152967")
+    ),
+    LeftOut(
+        "test_force_shutdown_during_max_tasks_worker_exit",
+        "sets the private _force_shutting_down, and joins the private _executor_manager_thread",
         ("forkserver", "spawn"),
     ),
 )

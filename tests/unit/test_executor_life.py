@@ -6,6 +6,7 @@ from itertools import chain, combinations
 import pytest
 
 from percore._common.errors import IllegalEvent
+from percore._common.worker_errors import StartupFailed
 from percore._executor.life import ABRUPTLY, AFTER_SHUTDOWN, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
 
 WAYS: dict[ExecutorPhase, list[ExecutorEvent]] = {
@@ -80,11 +81,14 @@ def test_the_strongest_mark_decides_what_calls_are_told() -> None:
         assert str(life) == ("shut down" if marks else "open")
 
 
-def test_it_breaks_once_and_an_error_of_a_broken_pool_is_told_as_it_is() -> None:
-    cause = BrokenProcessPool("no worker left")
+def test_it_breaks_once_and_each_call_has_the_error_of_a_broken_pool_for_itself() -> None:
+    cause = StartupFailed("no worker left")
+    cause.__cause__ = LookupError()
     life = life_in(ExecutorPhase.RUNNING, {Mark.BROKEN}, cause)
     assert not life.break_off("again", LookupError())
-    assert life.last_word() is cause
+    told = [life.last_word() for _ in range(2)]
+    assert [(type(error), str(error), error.__cause__) for error in told] == [(StartupFailed, str(cause), cause.__cause__)] * 2
+    assert len({*map(id, told), id(cause)}) == 3  # else `result()` would add to the traceback of the others
     assert (str(life.refusal()), life.refusal().__cause__) == ("it broke", cause)
     life = ExecutorLife()
     assert life.break_off("", None)  # an error without a text

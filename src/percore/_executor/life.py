@@ -14,6 +14,7 @@ Only the executor's thread changes the phase. An executor also has marks. Each i
 Any thread may add a mark at any time, and no mark is ever removed. So no thread can undo another's decision, and no lock is needed.
 """
 
+from copy import copy
 from enum import Enum
 from typing import Final
 
@@ -120,11 +121,13 @@ class ExecutorLife:
         return error
 
     def last_word(self) -> BaseException:
-        """Return the error for an accepted call that will not run any more."""
+        """Return the error for an accepted call that will not run any more: one of its own, as `result()` adds to its traceback."""
         from concurrent.futures.process import BrokenProcessPool
 
         if isinstance(self._cause, BrokenProcessPool):
-            return self._cause
+            error = copy(self._cause)
+            error.__cause__ = self._cause.__cause__
+            return error
         return BrokenProcessPool(ABRUPTLY) if not self.text and Mark.KILLED in self.marks else self.refusal()
 
     def __str__(self) -> str:
