@@ -15,7 +15,7 @@ from percore._calls.worker_start import pickled_initializer, pickled_option, pla
 from percore._common.options import RunnerOptions, usable_cpus
 from percore._common.worker_errors import mebibytes
 from percore._engines.processes.examination import Examiner
-from percore._engines.processes.launch import Launcher, Process
+from percore._engines.processes.launch import Launcher, Process, last_line
 from percore._engines.processes.log_receiver import LogReceiver, levels
 from percore._engines.processes.oom_kills import Counts, OomKills, counts
 from percore._protocol.interfaces import Condition, Exit, Worker
@@ -88,9 +88,8 @@ class ProcessWorker:
     def end(self, code: int | None, kills: OomKills, before: Counts) -> Exit:
         """Return how the process has ended. `before`: the counts of the kernel's kills at its start."""
         if self._process.is_lost:
-            reason = self._process.reason_lost.rstrip()
-            last = reason.splitlines()[-1:]
-            return Exit(None, ": ".join((_LOST, *last)), place_lost=True, report=reason)
+            reason = self._process.reason_lost
+            return Exit(None, _LOST + last_line(reason), place_lost=True, report=reason.rstrip())
         why, peak = _UNKNOWN if code is None else "", self._process.peak
         if code == -signal.SIGKILL and not self._is_killed:
             why = kills.explain(before)

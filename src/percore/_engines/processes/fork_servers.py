@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from percore._common.hardening import Closed
 from percore._common.log import report
 from percore._engines.processes.descriptors import Fd, above_streams, hold, let_go, packet_pair, pipe
-from percore._engines.processes.launch import exit_code, open_child, search_path, start_python
+from percore._engines.processes.launch import exit_code, last_line, open_child, search_path, start_python
 from percore._worker_process.title import program_name
 from percore._worker_process.world import MOST_REASON, REQUEST
 
@@ -97,11 +97,6 @@ class ForkServerProcess:
         for _ in range(2):  # the first may say that it has left requests unread
             with contextlib.suppress(OSError):  # it has told nothing, or its socket is closed here
                 self.reason = self.reason or self._ctl.recv(MOST_REASON).decode(errors="replace")
-
-    def last_line(self) -> str:
-        """Return the last line of its traceback, to be appended to a text; empty if there is none."""
-        lines = self.reason.rstrip().splitlines()
-        return f": {lines[-1]}" if lines else ""
 
     def end(self) -> None:
         """Kill it. It has nothing to clean up, and SIGKILL works even while it is stopped."""
@@ -214,7 +209,8 @@ class ForkServers:
         except ConnectionError as error:
             server.is_lost = True
             self._retire(server)
-            raise OSError(error.errno, f"the fork server died as soon as it was started{server.last_line()}") from None
+            why = last_line(server.reason)
+            raise OSError(error.errno, f"the fork server died as soon as it was started{why}") from None
 
     def warm_up(self, preload: str) -> None:
         """Start a fork server that fits the current environment, if there is none.

@@ -92,6 +92,12 @@ class Launcher(Protocol):
         """Release the resources that launches share. All launched processes must have ended."""
 
 
+def last_line(traceback: str) -> str:
+    """Return the last line of a traceback, to be appended to a text; empty if there is none."""
+    lines = traceback.rstrip().splitlines()
+    return f": {lines[-1]}" if lines else ""
+
+
 def is_stream(fd: int) -> bool:
     """Whether a program started now would inherit this standard stream: it is open, and exec does not close it."""
     try:
