@@ -1,11 +1,18 @@
 """When a worker that reads nothing is examined, and what is told of it."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 
 from percore._engines.processes import examination
 from percore._engines.processes.examination import CpuTimes
 from percore._runner.loop_watch import held_the_gil
 from percore._scheduler.blocking import LoopWatch, Step
+from percore._scheduler.lifecycle import State
+from percore._supervisor.blocked_loops import BlockedLoops
 from percore._worker_process import stacks_file
 
 STOPPED = "its process is stopped"
@@ -166,3 +173,51 @@ def test_who_has_blocked_all_threads() -> None:
     assert held_the_gil(3.0, 2.9, 1.0)
     assert not held_the_gil(3.0, 0.1, 1.0)  # the process did not run
     assert not held_the_gil(0.9, 0.9, 1.0)
+
+
+class Clock:
+    """The loop, as the watch sees it. `timers`: what it has been asked to call later, and was not told to forget."""
+
+    def __init__(self) -> None:
+        self.timers: list[Timer] = []
+
+    def time(self) -> float:
+        return 0.0
+
+    def call_later(self, _seconds: float, callback: Callable[[], None]) -> "Timer":
+        self.timers.append(Timer(self, callback))
+        return self.timers[-1]
+
+
+class Timer:
+    def __init__(self, clock: Clock, callback: Callable[[], None]) -> None:
+        self._clock, self.callback = clock, callback
+
+    def when(self) -> float:
+        return 0.0
+
+    def cancel(self) -> None:
+        self._clock.timers.remove(self)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_log_handler_that_submits_or_raises_leaves_one_timer(raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call arms the watch, in the middle of a look."""
+    clock: Any = Clock()
+    member: Any = Mock(calls={1: None}, life=Mock(state=State.READY))
+    loops = BlockedLoops(clock, [member], 1.0)
+
+    def step(_member: Any, _now: float) -> None:
+        if raises:
+            raise KeyboardInterrupt
+        loops.arm()
+
+    monkeypatch.setattr(loops, "_step", step)
+    loops.arm()
+    for _ in range(3):
+        (timer,) = clock.timers
+        clock.timers.clear()
+        with pytest.raises(KeyboardInterrupt) if raises else nullcontext():
+            timer.callback()
+    assert len(clock.timers) == 1
+    assert loops.is_armed

@@ -44,7 +44,8 @@ class BlockedLoops:
         """Watch the workers for as long as they have calls. To be called with the first call."""
         assert self._after is not None, "it stays armed"
         self.is_armed = True
-        self._timer = self._loop.call_later(self._after / 2, self._look)
+        if self._timer is None:  # a log handler that submits within `_look` has armed it
+            self._timer = self._loop.call_later(self._after / 2, self._look)
 
     def look_members(self) -> None:
         """Stop the watch if no worker is left. To be called when a worker has ended. The next call arms the watch again."""
@@ -81,14 +82,16 @@ class BlockedLoops:
             self._blocking.pop(gone, None)
             self.told.discard(gone)
         watched = [member for member in self._members if member.calls]
-        if not is_late:  # else the workers were stopped together with this process, or their messages are still unread here
-            for member in watched:
-                if member.life.state in (State.READY, State.DRAINING):
-                    self._step(member, monotonic())
-        if watched or self.told:
-            self.arm()
-        else:
-            self.on_rest()
+        try:
+            if not is_late:  # else the workers were stopped together with this process, or their messages are still unread here
+                for member in watched:
+                    if member.life.state in (State.READY, State.DRAINING):
+                        self._step(member, monotonic())
+        finally:
+            if watched or self.told:
+                self.arm()
+            else:
+                self.on_rest()
 
     def _step(self, member: "PoolWorker", now: float) -> None:
         watch = self._watches.get(member)
