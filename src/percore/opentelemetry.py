@@ -9,6 +9,7 @@ Call it once, before the program makes runners and executors. Their workers need
 
 import asyncio
 import concurrent.futures
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from weakref import ref
 
 import percore
 from percore._common.callables import full_name, qualified_name
+from percore._common.log import report
 from percore._common.tracing import Carrier, Installed
 from percore._serialization.exception_state import text_of
 from percore._worker.context import current_worker
@@ -137,11 +139,14 @@ class _Span:
         span, self._span = self._span, None
         if span is None:
             return
-        if attempts > 1:
-            span.set_attribute("percore.attempts", attempts)
-        if error is not None:
-            _failed(span, error)
-        span.end()
+        try:
+            if attempts > 1:
+                span.set_attribute("percore.attempts", attempts)
+            if error is not None:
+                _failed(span, error)
+            span.end()
+        except Exception as failure:  # of the user's span processor; the call or stream has to go on to its end
+            report(logging.ERROR, "a span could not be ended", exc_info=failure)
 
 
 def _attributes(fn: Callable[..., Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from opentelemetry import baggage, context
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
 import percore
 from percore import WorkerDied
@@ -18,6 +19,7 @@ from tests import jobs, variables
 from tests import traced_jobs as traced
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeRunner
 from tests.traced_jobs import Span
 
 
@@ -286,3 +288,24 @@ def test_a_span_that_ends_while_others_are_collected_is_kept() -> None:
         found += len(traced.ended())
     thread.join()
     assert found + len(traced.ended()) == 2000
+
+
+class Failing(SpanProcessor):
+    def on_end(self, span: ReadableSpan) -> None:
+        raise LookupError(span.name)
+
+
+async def test_a_span_processor_that_raises_costs_no_call_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(Failing())
+    instrument(tracer_provider=provider)
+    async with FakeRunner(1, max_pending=1) as runner:
+        assert await runner.submit(abs, -1) == 1
+        async with runner.stream(traced.agenerator, 3) as stream:
+            await anext(stream)
+        assert await asyncio.wait_for(runner.map(abs, [-2]), 20) == [2]  # the stream has left its place under `max_pending`
+        with pytest.raises(ValueError, match="invalid literal"):
+            await runner.run(int, "one")
+    assert {record.getMessage() for record in caplog.records if record.levelname == "ERROR"} == {
+        "percore: a span could not be ended"
+    }

@@ -21,7 +21,10 @@ class Span(Protocol):
     """The context for the call."""
 
     def ended(self, error: BaseException | None, attempts: int = 1) -> None:
-        """Note that it has ended: with a result, with an error, or cancelled (a CancelledError). Only the first time counts."""
+        """Note that it has ended: with a result, with an error, or cancelled (a CancelledError). Only the first time counts.
+
+        It raises no Exception: a call ends its span in the middle of its own end.
+        """
 
 
 class Tracing(Protocol):
