@@ -84,6 +84,12 @@ def seats_at_each_change(runner: "Runner") -> "Iterator[list[int]]":
         del dispatch.seat, dispatch.unseat
 
 
+def keys_of(runner: "Runner") -> list[Any]:
+    """The keys that the supervisor knows of, idle ones too, in the order in which it came to know them."""
+    keys: Any = runner._supervisor.dispatch.keys
+    return [name.value for name in keys._keys]
+
+
 def channel_of(member: "PoolWorker") -> Any:
     """The channel of a worker in a process or of a fake one, with all that is known of it."""
     return member.worker.channel

@@ -12,7 +12,7 @@ from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.counts import times
 from tests.fakes import FakeRunner
-from tests.internals import members_of, slots_used
+from tests.internals import keys_of, members_of, slots_used
 from tests.waiting import until
 
 pytestmark = [
@@ -61,6 +61,20 @@ async def test_a_key_that_a_caller_holds_is_refused(make: MakeRunner) -> None:
             await runner.options(key="a").run(jobs.with_key, "a")
         assert await runner.options(key="a").run(jobs.with_key, "b") == "x"
         assert await runner.options(key="a").run(jobs.adown, 5) == 5
+
+
+async def test_the_key_that_nested_calls_have_of_their_caller_is_forgotten_with_it(make: MakeRunner) -> None:
+    async with make(2) as runner:
+        keyed = runner.options(key="a")
+        for _ in range(3):
+            assert await keyed.run(jobs.adown, 5) == 5
+            with pytest.raises(ValueError, match="alas"):
+                await keyed.run(jobs.call, jobs.fail, "alas")
+            assert keys_of(runner) == ["a"]
+        left = keyed.submit(jobs.acall, jobs.for_ever)
+        await until(lambda: len(keys_of(runner)) == 2)
+        left.cancel()
+        await until(lambda: keys_of(runner) == ["a"])
 
 
 async def test_a_death_is_told_with_its_caller(make_real: MakeRunner) -> None:

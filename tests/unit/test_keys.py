@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 from hypothesis import given
@@ -755,6 +756,50 @@ def test_a_key_joins_a_worker_unless_it_has_one() -> None:
         assert keys.submitted(Call(key=number), queue, ROOM) is seat
     keys.join("gone", Seat(9))  # it takes no calls
     assert keys.submitted(Call(key="gone"), queue, ROOM) in seats
+
+
+def test_a_lent_key_stays_until_it_is_given_back() -> None:
+    """Among more idle keys than are kept. `runs`: a call of it is under way when it is given back."""
+    for runs in (False, True):
+        seats = seats_of(4)
+        keys, queue = keys_with(seats), Queue()
+        home = keys._home("lent")
+        assert home is not None
+        keys.join("lent", home, is_lent=True)
+        lent = keys._keys["lent"]
+        for name in range(KEPT + 10):
+            would_go(keys, name, queue)
+        assert keys._keys["lent"] is lent
+        assert would_go(keys, "lent", queue) is home
+        if runs:
+            assert entered(keys, "lent", queue) is home
+        keys.leave("lent")
+        keys.leave("unknown")
+        assert ("lent" in keys._keys) is runs
+        if runs:
+            keys.left(Call(key="lent"))
+        assert "lent" not in keys._keys
+        assert "lent" not in queue.lanes
+        assert all(key.name != "lent" for key in keys._noted)
+
+
+def test_idle_keys_refer_to_no_worker_that_has_gone() -> None:
+    seats = seats_of(3)
+    keys, queue = keys_with(seats), Queue()
+    for name in range(60):
+        would_go(keys, name, queue)
+    first, second, third = seats
+    del seats
+    used = [ref(seat) for seat in (first, second)]
+    busy = next(name for name in range(60) if keys._home(name) is first)
+    assert entered(keys, busy, queue) is first
+    keys.seated([third, second], [first])  # it rests, and may come back
+    keys.seated([third])
+    del first, second
+    assert [one() is None for one in used] == [False, True]  # one of them runs a call of a key
+    keys.left(Call(key=busy))
+    assert [one() is None for one in used] == [True, True]
+    assert all(would_go(keys, name, queue) is third for name in range(60))
 
 
 def test_a_call_that_is_removed_is_one_less_that_waits() -> None:

@@ -114,6 +114,9 @@ class Keys(Generic[C, S]):
         """Note a key that may have become idle. If there are many idle keys, drop those that became idle first."""
         if key.is_noted or not key.is_idle():
             return
+        if key.is_over:
+            self._drop(key)
+            return
         key.is_noted = True
         noted = self._noted
         noted.append(key)
@@ -137,12 +140,24 @@ class Keys(Generic[C, S]):
             return False
         return key.running >= self._limit or (key.seat not in self._seats and key.seat not in self._resting)
 
-    def join(self, name: Hashable, seat: S) -> None:
-        """Assign a new key to this worker, if it takes calls, as long as the workers stay or calls of the key are under way."""
+    def join(self, name: Hashable, seat: S, *, is_lent: bool = False) -> None:
+        """Assign a new key to this worker, if it takes calls, as long as the workers stay or calls of the key are under way.
+
+        `is_lent`: whoever has made the name gives it back by `leave`. Until then the key is not dropped.
+        """
         if seat in self._seats and name not in self._keys:
             key = self._keys[name] = Key(name, seat, self.round)
             key.is_home = self._home(name) is seat
+            key.is_noted = is_lent
             self._calm(key)
+            self._note(key)
+
+    def leave(self, name: Hashable) -> None:
+        """Note that no further call will have this key. It is dropped now, or when its last call has ended."""
+        key = self._keys.get(name)
+        if key is not None:
+            key.is_over = True
+            key.is_noted = False
             self._note(key)
 
     def guard(self, name: Hashable, gate: Gate[C, S] | None) -> None:
@@ -407,8 +422,10 @@ class Keys(Generic[C, S]):
         Keys without calls under way move to their new workers. Only the first piece of the listed lanes is listed again here: call
         `settle` until `is_settled` is true.
         """
+        before = {*self._seats, *self._resting}
         self._seats = list(seats)
         self._resting = frozenset(resting)
+        self._let_go(before.difference(self._seats, self._resting))
         self.round += 1
         self.changes += 1
         for queue in list(self._queues):
@@ -421,6 +438,13 @@ class Keys(Generic[C, S]):
                 lane.is_listed = True
                 self.strays.append(lane)
         return self.settle()
+
+    def _let_go(self, gone: set[S]) -> None:
+        """Let idle keys refer to none of these workers. Else each of a thousand keys might keep what is left of a dead one."""
+        for key in self._noted if gone else ():
+            if key.seat in gone and not key.running:
+                key.seat = None
+                key.is_seated = key.is_home = False
 
     def is_settled(self) -> bool:
         """Whether `settle` has nothing to do until the workers change again."""

@@ -52,7 +52,7 @@ class Gate(Protocol[C_contra, S_contra]):
 class Key(Generic[C, S]):
     """A key that has, or had, calls waiting or under way."""
 
-    __slots__ = ("calm", "gate", "is_home", "is_noted", "is_seated", "lanes", "name", "round", "running", "seat")
+    __slots__ = ("calm", "gate", "is_home", "is_noted", "is_over", "is_seated", "lanes", "name", "round", "running", "seat")
 
     def __init__(self, name: Hashable, seat: S | None, at: int) -> None:
         self.name = name
@@ -66,7 +66,9 @@ class Key(Generic[C, S]):
         """The same number, if the key was at home then and neither a rate nor a limit holds its calls back; else -1."""
         self.running = 0
         self.is_noted = False
-        """Whether the key is in the list from which idle keys are dropped."""
+        """Whether the key is in the list from which idle keys are dropped, or is lent and not to be dropped."""
+        self.is_over = False
+        """Whether no call will use the key any more: it is dropped as soon as it is idle."""
         self.gate: Gate[C, S] | None = None
         """Counts the starts of the key's calls, if the key has a rate."""
         self.lanes: dict[Any, Lane[C, S]] = {}

@@ -65,10 +65,16 @@ class Parent(Family):
         if self.call.key is None or (self._name is not None and not is_stream):
             return self._name
         name = Name(self.call.key.value, self.call.key.key_hash)
-        self.answers.dispatch.keys.join(name, self.member)
+        self.answers.dispatch.keys.join(name, self.member, is_lent=not is_stream)
         if not is_stream:
             self._name = name
         return name
+
+    def drop_key(self) -> None:
+        """Forget the key that nested calls have had from this one: no other call can have it."""
+        name, self._name = self._name, None
+        if name is not None:
+            self.answers.dispatch.keys.leave(name)
 
     def callers(self) -> list[PendingCall]:
         """Return the call, its caller, the caller's caller, and so on."""
@@ -223,6 +229,7 @@ class NestedAnswers:
             if parent.member.families.get(parent.call.call_id) is parent:
                 del parent.member.families[parent.call.call_id]
             self._come_back(parent)
+            parent.drop_key()
 
     def _come_back(self, parent: Parent) -> None:
         if parent.is_aside:
@@ -272,6 +279,7 @@ class NestedAnswers:
             _, call = room.asked.pop(number, (None, None))
             if call is not None:
                 self.cancel(room, call)
+        parent.drop_key()
 
 
 class _Lent:
