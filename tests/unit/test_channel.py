@@ -19,6 +19,7 @@ from percore._protocol.messages import Body, BrokenFrame, Kind, Message
 from percore._scheduler.dispatch import Dispatch
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.timing import Turn
+from percore._transport import channel as channel_module
 from percore._transport import doorbell
 from percore._transport.arena import Arena
 from percore._transport.channel import Channel
@@ -326,6 +327,40 @@ async def test_a_thread_publishes_while_this_side_rings_for_what_it_has_read(pai
     await until(lambda: bool(written))
     assert written[0] > 0
     assert await pair.up.receive(1) == [(1, 2, None)]
+
+
+async def test_a_message_that_nobody_awaits_goes_with_the_next_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it was sent while messages were delivered: the worker would be woken for it alone."""
+    monkeypatch.setattr(channel_module, "_LAZY", 60.0)
+    up, down = pair.up, pair.down
+    up.on_message = lambda op, call_id, body: up.channel.send_lazily(2, call_id, None)
+    down.channel.send(1, 1, None)
+    await up.receive(1)
+    await turns(3)
+    assert up.channel.sent == 0
+    up.channel.send(1, 2, None)
+    assert not up.channel._queue
+    assert await down.receive(2) == [(2, 1, None), (1, 2, None)]
+
+
+async def test_what_a_thread_queues_while_others_are_published_together_is_published(pair: Pair) -> None:
+    """The thread does not get the lock, so it relies on the one that has it to look again."""
+    down, bell = pair.down, pair.down.bell.bell
+    rung: list[int] = []
+
+    def ring(published: int, consumed: int) -> bool:
+        rung.append(published)
+        if len(rung) == 1:
+            thread = threading.Thread(target=down.channel.send_from_thread, args=(1, 3, None))
+            thread.start()
+            thread.join()
+        return bell.ring(published, consumed)
+
+    down.bell.bell = cast("Bell", SimpleNamespace(ring=ring))
+    down.channel.send_lazily(1, 1, None)
+    down.channel.send(1, 2, None)
+    assert not down.channel._queue
+    assert await pair.up.receive(3) == [(1, 1, None), (1, 2, None), (1, 3, None)]
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "in turn"])

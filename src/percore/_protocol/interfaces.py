@@ -290,7 +290,10 @@ class WorkerChannel(Side, Protocol):
         """Send a message now."""
 
     def keep(self, op: int, call_id: int, body: Body) -> None:
-        """Send a message together with the next one, or with the next `flush`."""
+        """Send a message together with the next one, or with the next `flush`.
+
+        The channel flushes after it has delivered what has arrived.
+        """
 
     def send_payload(
         self, op: int, call_id: int, body: Body, send: Send | None = None, sent: Callable[[], None] | None = None

@@ -173,9 +173,8 @@ class Channel:
                 self._enqueue(op, call_id, body)
                 haste.rung += 1
                 self._publish()
-                return
-            data = encode([(op, call_id, body)])
-            if tx.size - tx.written + tx.acknowledged < len(data) + HEADER_SIZE:  # threads have filled the ring since the check
+            elif tx.size - tx.written + tx.acknowledged < len(data := encode([(op, call_id, body)])) + HEADER_SIZE:
+                # Threads have filled the ring since the check.
                 self._frame = checked(data, op)
             else:
                 published = tx.write(data)
@@ -211,7 +210,10 @@ class Channel:
         self.flush()
 
     def keep(self, op: int, call_id: int, body: Body) -> None:
-        """Like `send_from_thread`, but leave the message queued until the next one is sent or `flush` is called."""
+        """Like `send_from_thread`, but leave the message queued until the next one is sent or `flush` is called.
+
+        `_on_bell` calls it after it has delivered what has arrived.
+        """
         self._enqueue(op, call_id, body)
 
     def send_later(self, op: int, call_id: int, body: Body) -> None:
@@ -363,7 +365,8 @@ class Channel:
 
     def _on_bell(self) -> None:
         self.receive()
-        if self._queue or self._frame is not None:
+        # Without a frame that waits, a supervisor's queue has lazy messages, and others that the end of this iteration sends.
+        if self._frame is not None or (self._queue and (self._prompt or not self._is_lazy)):
             self.flush()
         owed = self.rx.read - self._told
         if owed and (self._prompt or owed > self.rx.size // OWED):

@@ -195,7 +195,7 @@ class Tasks:
         try:
             if terms is not None and terms.values is not None:
                 context = self._variables.context(terms.values)
-            fn, args, kwargs, gauges = self._answers.unpack(call_id, function, body, self._channel.send_later)
+            fn, args, kwargs, gauges = self._answers.unpack(call_id, function, body, self._channel.keep)
             timeout = None if terms is None else terms.timeout
             if context is not None and self._tracing is not None and terms is not None and not terms.prefetch:
                 args, kwargs = _in_span(self._tracing, timeout, fn, args, kwargs), None
