@@ -59,6 +59,8 @@ CASES: Final[dict[str, Case]] = {
     "reload of two workers": Case({"reloads": 1}, calls=2),
     "a worker more": Case({"grows": 1}, calls=2),
     "a worker less": Case({"shrinks": 1}, calls=2),
+    "a timer of two workers": Case({"time": 1}, calls=2, of_call={"hard_timeout": 1.0}),
+    "SIGTERM of two workers": Case({"drains": 1}, calls=2, kind=Kind.THREAD),
 }
 """Two workers and three calls, or one and two; what may happen, and how often."""
 
@@ -117,6 +119,8 @@ WHOLE: Final = {
     ("reload of two workers", Kind.TASK),
     ("a worker more", Kind.TASK),
     ("a worker less", Kind.TASK),
+    ("a timer of two workers", Kind.TASK),
+    ("SIGTERM of two workers", Kind.THREAD),
     ("streams that fail", Kind.TASK),
     ("streams that fail", Kind.THREAD),
     ("nested", Kind.TASK),
