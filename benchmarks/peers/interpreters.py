@@ -69,6 +69,7 @@ class _Worker:
     """A worker in an interpreter of its own."""
 
     pid = node = None
+    thread_ids = ()
 
     def __init__(self, engine: _Engine, start: WorkerStart, on_exit: Callable[[Exit], None]) -> None:
         self._loop, self._on_exit = engine.loop, on_exit
