@@ -127,6 +127,7 @@ async def test_a_worker_that_reads_nothing_begins_nothing_late(make: MakeRunner,
         with pytest.raises(TimeoutError):  # so long has passed, at least
             await runner.options(queue_timeout=2 * TINY, key="k").run(jobs.aecho, 1)
         if isinstance(worker, NodeWorker):
+            await runner.usage()  # its host reads in order: it answers when it has handed over the recalls
             gate.open()
         errors = await asyncio.gather(*calls, told, return_exceptions=True)
         assert [type(error) for error in errors] == [TimeoutError] * 9
