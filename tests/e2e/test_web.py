@@ -20,6 +20,7 @@ from starlette.routing import Mount
 
 import percore
 import percore.web
+from percore._web.dashboard import Request
 from tests import jobs
 from tests.waiting import until
 
@@ -175,6 +176,18 @@ async def test_a_worker_is_recycled_by_the_page_alone(over: Any) -> None:
             pass
     async with over(percore.web.dashboard(runner, actions=True)) as get:
         assert (await get("/recycle/0", "POST", x_percore="recycle"))[0] == 404
+
+
+async def test_a_worker_that_ends_just_before_it_is_asked_to_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_pid: int, _signum: int) -> None:
+        raise ProcessLookupError
+
+    async with percore.Runner(workers=1) as runner:
+        pages = percore.web.dashboard(runner, actions=True)._pages
+        monkeypatch.setattr(os, "kill", gone)
+        answer = await pages.answer(Request("POST", "/recycle/0", {"x-percore": "recycle"}))
+        monkeypatch.undo()
+    assert answer.status == 404
 
 
 async def test_it_serves_alone_too() -> None:

@@ -144,9 +144,12 @@ class Pages:
         except RunnerClosed:
             workers = {}
         pid = workers.get(number)
-        if pid is None or not is_worker(pid):
+        try:
+            if pid is None or not is_worker(pid):
+                raise ProcessLookupError
+            os.kill(pid, signal.SIGTERM)  # it finishes its calls and ends, and another one takes its place
+        except ProcessLookupError:  # perhaps it has ended since the look
             return _said(404, f"worker {number} has no process on this machine")
-        os.kill(pid, signal.SIGTERM)  # it finishes its calls and ends, and another one takes its place
         return _said(202, f"worker {number} ({pid}) was asked to end")
 
 
