@@ -24,6 +24,8 @@ from tests.soak.samples import Sample, cpu_seconds, figures, judged, roles, tabl
 
 KEPT: Final = Path("build/soak")
 WARM_UP: Final = 1 / 6
+ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""glibc gives large blocks back at once. Else it keeps ever more of them, as its heaps of several threads fill with holes."""
 PATIENCE: Final = 300.0
 """Seconds that the program may take to close."""
 
@@ -50,7 +52,9 @@ def soak(arguments: list[str], minutes: float, file: IO[str]) -> tuple[list[Samp
     """Run the program for so long. Return its samples and its exit status."""
     command = [sys.executable, "-m", "tests.soak.program", *arguments]
     # In a group of its own, so that Ctrl-C does not end it in the middle of a round.
-    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
+    program = subprocess.Popen(
+        command, env=os.environ | ALLOCATOR, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
+    )
     assert program.stdin is not None
     assert program.stdout is not None
     samples: list[Sample] = []

@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -82,7 +83,9 @@ class Program:
 
     async def run(self) -> None:
         """Work until the parent says that it is enough, or has ended."""
-        asyncio.get_running_loop().slow_callback_duration = 60
+        loop = asyncio.get_running_loop()
+        loop.slow_callback_duration = 60
+        loop.set_default_executor(ThreadPoolExecutor(1))  # else it has a second thread as soon as two jobs happen to meet
         logger = logging.getLogger("app.jobs")
         logger.addHandler(self._records)
         logger.propagate = False
