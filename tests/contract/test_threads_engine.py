@@ -389,6 +389,39 @@ async def test_a_worker_that_does_not_end_is_given_up(caplog: pytest.LogCaptureF
     assert "not ended within kill_after" in caplog.text or "hard_timeout" in caplog.text
 
 
+async def test_what_a_killed_worker_runs_waits_for_no_nested_call() -> None:
+    begun = threading.Event()
+
+    async def endless() -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    async def items() -> AsyncIterator[None]:
+        await endless()
+        yield
+
+    def runs() -> None:
+        percore.current_runner().run_sync(endless)
+
+    def maps() -> None:
+        list(percore.current_runner().starmap(endless, [()]))
+
+    def streams() -> None:
+        list(percore.current_runner().stream(items))
+
+    for caller in (runs, maps, streams):
+        begun.clear()
+        async with runner_of(1, kill_after=0.05) as runner:
+            call = runner.submit(caller)
+            await asyncio.to_thread(begun.wait)
+            threads = [one for one in threading.enumerate() if one.name.startswith("percore-")]
+            worker_of(runner).kill()
+            with pytest.raises(WorkerDied):
+                await call
+            for thread in threads:
+                await asyncio.to_thread(thread.join)
+
+
 async def test_the_function_that_blocks_a_worker_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with blocked() as (block, begun, gate):
         async with runner_of(1, blocked_after=0.05) as runner:

@@ -290,6 +290,11 @@ class Server:
         self._plain.stop()
         self.shares.stop()
 
+    def forsake(self) -> None:
+        """Let plain functions that run on wait for no answer: nested calls raise CancelledError from now on. From any thread."""
+        for call_id in self._threads.running():
+            self.families.fail(call_id, asyncio.CancelledError)
+
     def join(self) -> None:
         """Wait until the stopped threads have ended."""
         self._threads.join()

@@ -216,6 +216,10 @@ class Threads:
         """Whether a thread runs this call."""
         return call_id in self._running
 
+    def running(self) -> list[int]:
+        """Return the calls that threads run. Any thread may call this."""
+        return list(self._running)
+
     def is_idle(self) -> bool:
         """Whether no call waits or runs."""
         return not self.waiting and not self._running

@@ -186,6 +186,7 @@ class ThreadWorker:
             else:
                 self._end = self._end._replace(why=RUNS_ON, is_given_up=True)
                 self._report_end()
+                core.server.forsake()  # nobody answers their nested calls any more
                 core.server.join()
         asyncio.set_event_loop(None)
         with suppress(AttributeError):  # it could not be made
