@@ -288,28 +288,32 @@ async def amap_of_waiting(log: str, gate: str, source: str) -> list[Any]:
     return await _waiting_map(log, gate, source)
 
 
-def one_of_three(path: str, number: int) -> str:
+def one_of_three(path: str, number: int, _key: str) -> str:
     return die_once(path) if number == 2 else str(number)
 
 
-def map_with_death(path: str) -> list[Any]:
-    """Results, or the names of errors: of items that have another worker than this call."""
+def map_with_death(path: str, keys: list[str]) -> list[Any]:
+    """Results, or the names of errors, of three items with these keys. The second one dies."""
     runner = percore.current_runner().options(retries=0)
-    results = list(runner.starmap(one_of_three, [(path, number) for number in (1, 2, 3)], key=key_of, return_exceptions=True))
+    results = list(
+        runner.starmap(
+            one_of_three, [(path, number, key) for number, key in enumerate(keys, 1)], key=key_of, return_exceptions=True
+        )
+    )
     return [result if isinstance(result, str) else (type(result).__name__, str(result)) for result in results]
 
 
-def map_with_retries(path: str) -> list[Any]:
+def map_with_retries(path: str, keys: list[str]) -> list[Any]:
     runner = percore.current_runner().options(retries=3)
-    return list(runner.starmap(one_of_three, [(path, number) for number in (1, 2, 3)], key=key_of))
+    return list(runner.starmap(one_of_three, [(path, number, key) for number, key in enumerate(keys, 1)], key=key_of))
 
 
 def index() -> int:
     return percore.current_worker().index
 
 
-def key_of(_path: str, number: int) -> str:
-    return f"item {number}"
+def key_of(_path: str, _number: int, key: str) -> str:
+    return key
 
 
 # Streams

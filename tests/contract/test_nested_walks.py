@@ -362,16 +362,13 @@ async def test_a_map_ends_with_its_call(make: MakeRunner, log: Log, gate: Gate, 
 @passed_on
 async def test_an_item_that_dies_with_its_worker(make_real: MakeRunner, tmp_path: Path) -> None:
     async with make_real(3) as runner:
-        places = {key: await runner.options(key=key).run(walks.index) for key in ("item 2", *map(str, range(50)))}
-        caller = runner.options(key=next(key for key, place in places.items() if place != places["item 2"]))
-        results = await caller.run(walks.map_with_death, str(tmp_path / "one"))
+        places = {key: await runner.options(key=key).run(walks.index) for key in ("dies", *map(str, range(50)))}
+        first, third, callers, *_ = (key for key, place in places.items() if place != places["dies"])
+        caller, keys = runner.options(key=callers), [first, "dies", third]
+        results = await caller.run(walks.map_with_death, str(tmp_path / "one"), keys)
         assert [result if isinstance(result, str) else result[0] for result in results] == ["1", "WorkerDied", "3"]
         await until(lambda: sum(member.is_ready for member in members_of(runner)) == 3)
-        assert await caller.run(walks.map_with_retries, str(tmp_path / "two")) == [
-            "1",
-            "alive",
-            "3",
-        ]
+        assert await caller.run(walks.map_with_retries, str(tmp_path / "two"), keys) == ["1", "alive", "3"]
         check_empty(runner)
 
 

@@ -4,10 +4,12 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from percore._attach import stacks
 from percore._attach.stacks import NoStacks, forget_stacks, stacks_of
 from percore._common.system import HAS_MEMFD
 from percore._engines.processes import examination
@@ -103,6 +105,25 @@ async def test_faulthandler_is_for_a_worker_that_does_not_answer(scene: Scene, m
     monkeypatch.setattr("percore._attach.stacks._PATIENCE", 0.01)
     asyncio.get_running_loop().remove_signal_handler(ASK_SIGNAL)
     assert await asyncio.to_thread(stacks_of, os.getpid(), 0.002) == "by faulthandler"
+
+
+async def test_the_next_process_with_the_number_of_a_worker_gets_no_signal(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_PATIENCE", 0.01)
+    asyncio.get_running_loop().remove_signal_handler(ASK_SIGNAL)
+    find = stacks._file
+    found: list[Path] = []
+
+    def find_until_it_ends(pid: int) -> Path:
+        if len(found) == 2:  # it was asked once
+            raise NoStacks("it has ended")
+        found.append(find(pid))
+        return found[-1]
+
+    monkeypatch.setattr(stacks, "_file", find_until_it_ends)
+    with pytest.raises(NoStacks, match="it has ended"):
+        await asyncio.to_thread(stacks_of, os.getpid(), 0.002)
+    await asyncio.sleep(0)
+    assert scene.asked == []
 
 
 def test_a_worker_writes_its_stacks_while_somebody_has_the_file() -> None:

@@ -215,6 +215,24 @@ async def test_unpickling_an_item_may_end_the_stream() -> None:
     assert stage.dones == 1
 
 
+async def test_unpickling_an_item_may_end_the_stream_and_fail() -> None:
+    stage = Stage()
+    items = await stage.open(1)
+
+    def close_and_fail() -> None:
+        stage.call.close()
+        raise LookupError("unreadable")
+
+    _steps.append(close_and_fail)
+    stage.give(Acting(), 2)
+    assert stage.dones == 1
+    assert stage.sent == [(CANCEL, stage.call.call_id, None)]
+    with pytest.raises(StopAsyncIteration):
+        await anext(items)
+    stage.receive(CANCELLED)
+    await stage.call.gone()
+
+
 async def test_an_item_that_cannot_be_unpickled_ends_the_stream_at_its_place() -> None:
     def fail() -> None:
         raise LookupError("unreadable")

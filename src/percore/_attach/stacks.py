@@ -79,6 +79,7 @@ def _written(pid: int, fd: int, step: float) -> str:
     before = os.fstat(fd).st_size
     size = before
     for signum, seconds in ((ASK_SIGNAL, _PATIENCE), (STACKS_SIGNAL, _LATEST)):
+        _file(pid)  # it may have ended a second ago, and its number be that of another process, which a signal would end
         os.kill(pid, signum)
         size = _size_after(fd, before, seconds, step)
         if size != before:

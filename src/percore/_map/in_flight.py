@@ -128,7 +128,7 @@ class InFlight:
             admission.leave(count)
 
     def close(self, faults: Faults) -> None:
-        """Cancel and forget all items. Call this once the map is closed."""
+        """Cancel and forget all items, and the results that are left. Call this once the map is closed."""
         owner = self.owner
         with faults:
             self.cancel_from(0)
@@ -140,6 +140,8 @@ class InFlight:
         self._leaving, self._sent, self.given = [], {}, {}
         with faults:
             self.supervisor.functions.retire(self.function, calls)
+        with faults:  # it may run user code
+            self._results.drop()
 
     # Submitting
 

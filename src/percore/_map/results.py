@@ -48,6 +48,10 @@ class Results:
         """Add the results of consecutive items. `number` is that of the first item, `size` the bytes of all results together."""
         self.ready.append(Part(values, size / len(values)))
 
+    def drop(self) -> None:
+        """Forget the results, because nobody will get them."""
+        self.ready.clear()
+
 
 class Ordered(Results):
     """Results in the order of the inputs. A result is ready when all results before it have come."""
@@ -66,6 +70,10 @@ class Ordered(Results):
             self.ready.append(part)
             self._next += len(part.values)
             part = self._early.pop(self._next, None) if self._early else None
+
+    def drop(self) -> None:
+        super().drop()
+        self._early.clear()
 
 
 class Listed(Results):

@@ -35,7 +35,7 @@ class StreamItems:
         failures = self._load(stream, values, pickled) if pickled and not stream.done() else {}
         first = min(failures, default=None)
         stream.arrived(values if first is None else values[:first])
-        if first is not None:
+        if first is not None and not stream.done():  # unpickling runs user code, which may have left the stream
             stream.abandon(failures[first])
 
     @staticmethod
