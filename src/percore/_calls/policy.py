@@ -64,6 +64,23 @@ class Policy:
         "timeout",
     )
 
+    key: Hashable | None
+    retries: int
+    retry_on: RetryOn
+    backoff: Backoff
+    timeout: float | None
+    prefetch: int
+    queue_timeout: float | None
+    queue_left: float | None
+    hard_timeout: float | None
+    rate: "Rate | None"
+    asks_for_retries: bool
+    has_clock: bool
+    is_limited: bool
+    needs_plan: bool
+    is_free: bool
+    lacks_key: bool
+
     def __init__(  # noqa: PLR0913  # each is a documented option
         self,
         *,
