@@ -91,7 +91,7 @@ def test_a_frozen_program_has_workers(method: str, program: Path, tmp_path: Path
 def test_a_frozen_program_without_freeze_support_is_refused_and_told(method: str, program: Path, tmp_path: Path) -> None:
     done, starts = run(program, tmp_path, method, NO_SUPPORT="1")
     assert done.code != 0
-    assert starts <= 3
+    assert starts <= 4  # itself, a fork server that is started early, and may die before the first request, and two that are asked
     last = re.findall(r"^percore\.StartupFailed: .*", done.err, re.MULTILINE)
     assert len(last) == 1
     assert "multiprocessing.freeze_support()" in last[0]
