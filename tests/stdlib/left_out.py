@@ -54,15 +54,21 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("test_force_shutdown_workers_invalid_op", _FORCE),
     LeftOut(
         "test_force_shutdown_workers",
-        "replaces methods of a process in the private _processes, which percore makes anew whenever somebody looks",
+        "replaces terminate and kill of a process in the private _processes, by which percore does not end its workers",
     ),
-    *(
-        LeftOut(test, "the futures that are left get their results: a replacement runs their calls", ("forkserver", "spawn"))
-        for test in ("test_failed_worker_replacement_breaks_pool", "test_gc_during_max_tasks_worker_exit_gh152967")
+    LeftOut(
+        "test_failed_worker_replacement_breaks_pool",
+        "replaces the private _spawn_worker, so that no worker can be started; percore does not call it, and starts a replacement",
+        ("forkserver", "spawn"),
+    ),
+    LeftOut(
+        "test_gc_during_max_tasks_worker_exit_gh152967",
+        "wants the other futures to fail when the executor is collected; a replacement runs their calls, as after shutdown()",
+        ("forkserver", "spawn"),
     ),
     LeftOut(
         "test_force_shutdown_during_max_tasks_worker_exit",
-        "sets the private _force_shutting_down, and joins the private _executor_manager_thread",
+        "takes the private _shutdown_lock and sets the private _force_shutting_down",
         ("forkserver", "spawn"),
     ),
 )

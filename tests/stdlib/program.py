@@ -36,12 +36,6 @@ def subject() -> Any:
             super().__init__(*args, max_threads=1, broken="pool", **kwargs)
 
         @property
-        def _processes(self) -> dict[int, Any]:
-            jobs = self._portal.jobs
-            workers: list[Any] = [] if jobs is None else [member.worker for member in list(jobs.supervisor.members)]
-            return {worker.pid: worker._process.process for worker in workers}
-
-        @property
         def _executor_manager_thread(self) -> Any:
             return self._portal.thread
 
@@ -122,6 +116,10 @@ class Result(unittest.TestResult):
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:
         self.addError(test, err)
+
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
+        if err is not None:
+            self.addError(test, err)
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         self._outcome = "skipped", reason

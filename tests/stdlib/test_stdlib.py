@@ -1,12 +1,15 @@
 """CPython's own tests of ProcessPoolExecutor, run on LoopPoolExecutor by this interpreter. `make stdlib` runs them under all."""
 
+import json
+import os
+import unittest
 from functools import cache
 
 import pytest
 
 from tests.stdlib import harness
 from tests.stdlib.left_out import LEFT_OUT
-from tests.stdlib.program import METHODS, PARTS
+from tests.stdlib.program import METHODS, PARTS, Result
 
 
 @cache
@@ -49,3 +52,19 @@ def test_a_test_on_the_list_must_not_pass(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(harness, "_run", lambda *_: (lines, "crashed"))
     _, wrong = harness.judge("fork", [name])
     assert wrong == [f"fork {name} passes, and is left out because: {LEFT_OUT[0].reason}"]
+
+
+def test_a_test_fails_by_one_of_its_subtests() -> None:
+    class Some(unittest.TestCase):
+        def runTest(self) -> None:
+            for number in range(3):
+                with self.subTest(number=number):
+                    assert number != 1, "the second"
+
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb") as told:
+        with open(write_end, "wb"):
+            Some().run(Result(write_end))
+        began, ended = map(json.loads, told)
+    assert (began[0], ended[0]) == ("began", "failed")
+    assert "the second" in ended[2]
