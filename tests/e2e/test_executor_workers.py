@@ -229,8 +229,11 @@ def test_in_a_pool_one_death_breaks_it_all(context: Any, log: Log, gate: Gate) -
         os.kill(dead.pid, signal.SIGTERM)  # which kills there
         for future in (held, dying, *others):
             assert isinstance(future.exception(), BrokenProcessPool)
-        with pytest.raises(BrokenProcessPool):
+        with pytest.raises(BrokenProcessPool) as caught:
             executor.submit(jobs.echo, 1)
+        for error in (held.exception(), dying.exception(), caught.value):
+            assert error is not None
+            assert f"(pid {dead.pid}) terminated abruptly by SIGTERM\n" in str(error.__cause__)
         assert executor._broken
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from percore._common.errors import IllegalEvent
 from percore._common.worker_errors import StartupFailed
-from percore._executor.life import ABRUPTLY, AFTER_SHUTDOWN, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
+from percore._executor.life import ABRUPTLY, AFTER_SHUTDOWN, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark, the_end
 
 WAYS: dict[ExecutorPhase, list[ExecutorEvent]] = {
     ExecutorPhase.UNUSED: [],
@@ -93,3 +93,11 @@ def test_it_breaks_once_and_each_call_has_the_error_of_a_broken_pool_for_itself(
     life = ExecutorLife()
     assert life.break_off("", None)  # an error without a text
     assert life.text == "the workers could not be started"
+
+
+def test_the_cause_says_how_the_worker_ended() -> None:
+    told = [the_end("worker 2 (pid 7)", *end).text for end in ((99, ""), (-9, "too much memory"), (-15, ""), (None, ""))]
+    start = "worker 2 (pid 7) terminated abruptly "
+    assert told == [
+        start + end for end in ("with exit code 99", "by SIGKILL (too much memory)", "by SIGTERM", "(exit status unknown)")
+    ]

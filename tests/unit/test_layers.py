@@ -134,7 +134,7 @@ MUST_NOT_IMPORT: dict[str, frozenset[str]] = {
 DECIDES = {
     "_scheduler": {"_common.errors", "_common.options", "_common.rates", "_protocol.messages"},
     "_calls.policy": {"_common.call_options", "_common.callables", "_common.options", "_common.rates", "_common.worker_errors"},
-    "_executor.life": {"_common.errors"},
+    "_executor.life": {"_common.errors", "_common.worker_errors"},
     "_map.results": set(),
 }
 

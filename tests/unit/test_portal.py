@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -246,7 +247,10 @@ def test_a_worker_that_dies_while_it_starts_ends_the_call_of_another_one_at_once
     stage.submit(1, pass_the_gate_in_spite_of_cancellation)
     stage.play((READY, "die while it starts"), (READY, "note"), (0, "open"))
     assert stage.done_then == [True]
-    assert str(stage.futures[0].exception()) == ABRUPTLY
+    error = stage.futures[0].exception()
+    assert str(error) == ABRUPTLY
+    assert error is not None
+    assert re.search(r"worker 1 \(pid \d+\) terminated abruptly by SIGTERM\n", str(error.__cause__))
 
 
 class Start:

@@ -66,8 +66,8 @@ class LoopPoolExecutor(Executor):
         thread_initargs: the arguments of `thread_initializer`.
         lifespan: a function that returns the async or plain context manager of a worker, as for Runner.
         broken: what fails when a worker dies. "worker": the calls that it had begun fail with WorkerDied, and percore replaces it.
-            "pool": all calls fail and the executor refuses new ones, as in the standard library. With "pool" a call or result that
-            cannot be unpickled breaks the executor as well.
+            "pool": all calls fail and the executor refuses new ones, as in the standard library, with errors whose `__cause__` says
+            how the worker ended. With "pool" a call or result that cannot be unpickled breaks the executor as well.
         engine: where the workers run, as for Runner: None or "processes", "threads", "auto" or percore.ThreadsEngine(...).
         harden: whether to close the workers and this program to other processes of the same user, as for Runner. The program is
             closed when the workers start, by the first call.

@@ -25,8 +25,9 @@ from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
 from percore._common.errors import RemoteError, ThreadInitializerFailed
 from percore._common.tracing import Span
+from percore._common.worker_errors import WorkerDied
 from percore._executor.futures import Held, Request, begins, resolve, withdraw
-from percore._executor.life import ABRUPTLY, ExecutorLife
+from percore._executor.life import ABRUPTLY, ExecutorLife, the_end
 from percore._protocol.messages import Kind
 from percore._scheduler.places import AHEAD
 from percore._scheduler.windows import Cost
@@ -234,6 +235,9 @@ class Jobs:
                 # The result could not be unpickled in this process.
                 self._keeper.break_off(ABRUPTLY, error.__cause__ or error)
                 error = self._life.last_word()
+            elif self._is_pool and type(error) is WorkerDied:
+                who = "the worker" if error.pid is None else f"worker (pid {error.pid})"
+                error.__cause__ = the_end(who, error.exitcode, error.why or error.detail)
         self._tell(future, value, error)
 
     def cut_off(self, job: Job) -> None:

@@ -18,7 +18,7 @@ from copy import copy
 from enum import Enum
 from typing import Final
 
-from percore._common.errors import IllegalEvent
+from percore._common.errors import IllegalEvent, RemoteTraceback
 
 ABRUPTLY: Final = "a worker process ended abruptly while the call was running or waiting; the pool is broken"
 AFTER_SHUTDOWN: Final = "cannot schedule new futures after shutdown"
@@ -132,3 +132,12 @@ class ExecutorLife:
 
     def __str__(self) -> str:
         return "broken" if self.text else "shut down" if self.marks else "open"
+
+
+def the_end(worker: str, exitcode: int | None, why: str) -> RemoteTraceback:
+    """Return the cause of the errors of a pool that a dead worker has broken, as ProcessPoolExecutor has one since Python 3.15."""
+    from percore._common.worker_errors import how, signal_of
+
+    # In a pool SIGTERM ends a worker in every state: the reason that `how` gives for it would be wrong.
+    end = "by SIGTERM" if signal_of(exitcode) == "SIGTERM" else how(exitcode, why)
+    return RemoteTraceback(f"{worker} terminated abruptly {end}")

@@ -36,7 +36,7 @@ import percore
 from percore._common.log import report
 from percore._common.system import new_loop
 from percore._executor.futures import begins, resolve
-from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark
+from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark, the_end
 from percore._executor.readings import Readings
 from percore._runner.early import MODULES, cool_down
 
@@ -399,7 +399,8 @@ class Portal:
             return
         is_late = self.life.phase is not ExecutorPhase.STARTING
         if was_ready or is_late or (member.failure is None and self.jobs is not None and self.jobs.are_sent()):
-            self.break_off(ABRUPTLY, None)
+            exitcode, why, *_ = member.end
+            self.break_off(ABRUPTLY, the_end(member.name, exitcode, why))
 
     def break_off(self, text: str, cause: BaseException | None) -> None:
         """Take no more calls, end every call that was handed over, and kill all workers."""
