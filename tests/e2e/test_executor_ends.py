@@ -140,13 +140,16 @@ def test_workers_are_killed_after_a_pool_has_broken() -> None:
     executor.shutdown()
 
 
-def test_x3_collected_while_it_is_busy(gate: Gate) -> None:
+@pytest.mark.parametrize(("limit", "shuts"), [(None, False), (1, False), (1, True)])  # 1: the second call runs in a replacement
+def test_x3_collected_while_it_is_busy(limit: int | None, shuts: bool, gate: Gate) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        executor = LoopPoolExecutor(1, max_threads=1)
+        executor = LoopPoolExecutor(1, max_threads=1, max_tasks_per_child=limit)
         futures = [executor.submit(jobs.pass_gate, gate.path), executor.submit(jobs.echo, 1)]
         thread = executor._portal.thread
         gone = weakref.ref(executor)
+        if shuts:
+            executor.shutdown(wait=False)
         del executor
         gc.collect()
         assert gone() is None

@@ -19,6 +19,7 @@ class LeftOut(NamedTuple):
 
 _BY_NAME = "imports the class by its name from concurrent.futures; tests/e2e/test_executor_ends.py has our own copy"
 _FORCE = "calls or replaces the private _force_shutdown; tests/e2e/test_executor_workers.py has terminate_workers and kill_workers"
+_COLLECTED = "wants futures to fail when the executor is collected; a replacement runs their calls: tests/e2e/test_executor_ends.py"
 
 LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("test_interpreter_shutdown", _BY_NAME),
@@ -61,11 +62,8 @@ LEFT_OUT: tuple[LeftOut, ...] = (
         "replaces the private _spawn_worker, so that no worker can be started; percore does not call it, and starts a replacement",
         ("forkserver", "spawn"),
     ),
-    LeftOut(
-        "test_gc_during_max_tasks_worker_exit_gh152967",
-        "wants the other futures to fail when the executor is collected; a replacement runs their calls, as after shutdown()",
-        ("forkserver", "spawn"),
-    ),
+    LeftOut("test_gc_during_max_tasks_worker_exit_gh152967", _COLLECTED, ("forkserver", "spawn")),
+    LeftOut("test_shutdown_no_wait_max_tasks_gh119592", _COLLECTED, ("forkserver", "spawn")),
     LeftOut(
         "test_force_shutdown_during_max_tasks_worker_exit",
         "takes the private _shutdown_lock and sets the private _force_shutting_down",
