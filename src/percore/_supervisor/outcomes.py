@@ -99,96 +99,99 @@ class Outcomes:
             tally.ended += count
             count = 0
 
-        def receive(messages: Iterable[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: a call would slow down every outcome
-            nonlocal counted, count, tally
+        def receive(messages: Iterable[Message]) -> None:
             try:
-                for op, call_id, body in messages:
-                    # Most outcomes take one of two shorter ways, in which `_value`, `_result` and `_ended` are inlined. On CPython
-                    # 3.11 a scalar for `run` takes 0.26 µs instead of 1.0, and a small pickle 0.64 instead of 1.9. For another call
-                    # they take 0.31 instead of 1.0, and 0.84 instead of 1.8. A call takes about 5 in all.
-                    call = calls.get(call_id)
-                    try:
-                        if families and call_id in families and op in handlers:
-                            # A healthy worker drops the nested calls of a call before it answers. The shorter ways rely on that: a
-                            # call with nested calls has given its place back already.
-                            handlers[op](call_id, body)
-                        elif (type(call) is Awaited or (isinstance(call, Planned) and call.plan is None)) and (
-                            op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")
-                        ):
-                            if op == RESULT and not call.future.done():
-                                loads = call.function.meter.loads
-                                loads.left -= 1
-                                try:
-                                    body = load(body) if loads.left >= 0 else _timed(call.function.meter, body)
-                                except BaseException as error:
-                                    self._not_loaded(member, call, error)
-                                    if not channel.is_open:
-                                        return
-                                    continue
-                            if not call.future.done():
-                                call.future.set_result(body)
-                            call.is_over = True
-                            del calls[call_id]
-                            free.append(call_id + stride)
-                            load_of[call.kind] -= 1
-                            if call.key is not None:
-                                left(call)
-                            if (meter := call.function.meter) is counted:
-                                count += 1
-                            else:
-                                flush()
-                                counted, count, tally = meter, 1, meter.at(member.index)
-                            if call.accepted:
-                                measure_wait(member, call)
-                            if POINTS:
-                                point("supervisor.outcome.delivered")
-                            if op == VALUE:
-                                continue
-                        elif (
-                            (op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b"."))
-                            and call is not None
-                            and (call.plan is None or call.plan.late is None)
-                            and call.is_short
-                        ):
-                            if op == VALUE:
-                                if not call.done():
-                                    call.set_result(body)
-                            elif not self._delivered(member, call, body):
+                take(messages)
+            finally:
+                flush()
+
+        def take(messages: Iterable[Message]) -> None:  # noqa: C901, PLR0912, PLR0915  # one function: a call would slow down every outcome
+            nonlocal counted, count, tally
+            for op, call_id, body in messages:
+                # Most outcomes take one of two shorter ways, in which `_value`, `_result` and `_ended` are inlined. On CPython 3.11
+                # a scalar for `run` takes 0.26 µs instead of 1.0, and a small pickle 0.64 instead of 1.9. For another call they
+                # take 0.31 instead of 1.0, and 0.84 instead of 1.8. A call takes about 5 in all.
+                call = calls.get(call_id)
+                try:
+                    if families and call_id in families and op in handlers:
+                        # A healthy worker drops the nested calls of a call before it answers. The shorter ways rely on that: a
+                        # call with nested calls has given its place back already.
+                        handlers[op](call_id, body)
+                    elif (type(call) is Awaited or (isinstance(call, Planned) and call.plan is None)) and (
+                        op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b".")
+                    ):
+                        if op == RESULT and not call.future.done():
+                            loads = call.function.meter.loads
+                            loads.left -= 1
+                            try:
+                                body = load(body) if loads.left >= 0 else _timed(call.function.meter, body)
+                            except BaseException as error:
+                                self._not_loaded(member, call, error)
                                 if not channel.is_open:
                                     return
                                 continue
-                            del calls[call_id]
-                            free.append(call_id + stride)
-                            load_of[call.kind] -= 1
-                            call.member = None
-                            if call.key is not None:
-                                left(call)
-                            if (meter := call.function.meter) is counted:
-                                count += 1
-                            else:
-                                flush()
-                                counted, count, tally = meter, 1, meter.at(member.index)
-                            if call.accepted:
-                                measure_wait(member, call)
-                            if (
-                                has_objects or type(call.body) is not tuple
-                            ):  # free the arguments now: the caller may keep the future for long
-                                self._calls.release(call)
-                            if POINTS:
-                                point("supervisor.outcome.delivered")
-                        elif op in handlers:
-                            handlers[op](call_id, body)
+                        if not call.future.done():
+                            call.future.set_result(body)
+                        call.is_over = True
+                        del calls[call_id]
+                        free.append(call_id + stride)
+                        load_of[call.kind] -= 1
+                        if call.key is not None:
+                            left(call)
+                        if (meter := call.function.meter) is counted:
+                            count += 1
                         else:
-                            raise BrokenFrame(f"message {op} does not exist")
-                    except (BrokenFrame, IllegalEvent):
-                        raise
-                    except BaseException as error:
-                        self._isolate(member, op, call_id, call, error)
-                    if not channel.is_open:  # user code, or a message sent because of it, closed the channel
-                        return
-                lowered(member)
-            finally:
-                flush()
+                            flush()
+                            counted, count, tally = meter, 1, meter.at(member.index)
+                        if call.accepted:
+                            measure_wait(member, call)
+                        if POINTS:
+                            point("supervisor.outcome.delivered")
+                        if op == VALUE:
+                            continue
+                    elif (
+                        (op == VALUE or (op == RESULT and type(body) is bytes and body[-1:] == b"."))
+                        and call is not None
+                        and (call.plan is None or call.plan.late is None)
+                        and call.is_short
+                    ):
+                        if op == VALUE:
+                            if not call.done():
+                                call.set_result(body)
+                        elif not self._delivered(member, call, body):
+                            if not channel.is_open:
+                                return
+                            continue
+                        del calls[call_id]
+                        free.append(call_id + stride)
+                        load_of[call.kind] -= 1
+                        call.member = None
+                        if call.key is not None:
+                            left(call)
+                        if (meter := call.function.meter) is counted:
+                            count += 1
+                        else:
+                            flush()
+                            counted, count, tally = meter, 1, meter.at(member.index)
+                        if call.accepted:
+                            measure_wait(member, call)
+                        if (
+                            has_objects or type(call.body) is not tuple
+                        ):  # free the arguments now: the caller may keep the future for long
+                            self._calls.release(call)
+                        if POINTS:
+                            point("supervisor.outcome.delivered")
+                    elif op in handlers:
+                        handlers[op](call_id, body)
+                    else:
+                        raise BrokenFrame(f"message {op} does not exist")
+                except (BrokenFrame, IllegalEvent):
+                    raise
+                except BaseException as error:
+                    self._isolate(member, op, call_id, call, error)
+                if not channel.is_open:  # user code, or a message sent because of it, closed the channel
+                    return
+            lowered(member)
 
         return receive
 
