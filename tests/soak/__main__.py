@@ -9,6 +9,7 @@ The samples are lines of JSON in build/soak. `python -m tests.soak FILE` judges 
 Ctrl-C ends a run early, and judges what there is.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -70,9 +71,11 @@ def soak(arguments: list[str], minutes: float, file: IO[str]) -> tuple[list[Samp
         file.flush()
         if is_over or samples[-1]["seconds"] > minutes * 60:
             break
-        program.stdin.write("go\n")
-        program.stdin.flush()
-    program.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has died; its output ends as well
+            program.stdin.write("go\n")
+            program.stdin.flush()
+    with contextlib.suppress(BrokenPipeError):
+        program.stdin.close()
     try:
         return samples, program.wait(PATIENCE)
     except subprocess.TimeoutExpired:

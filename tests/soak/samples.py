@@ -45,6 +45,7 @@ def figures(pid: int) -> dict[str, float] | None:
         with open(f"/proc/{pid}/maps", "rb") as maps:
             count = sum(1 for _ in maps)
         descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+        started = int(_stat(pid)[19])
     except (OSError, StopIteration):
         return None
     return {
@@ -53,6 +54,7 @@ def figures(pid: int) -> dict[str, float] | None:
         "maps": count,
         "heap": sizes["Anonymous"],
         "resident": sizes["Rss"],
+        "started": started,
     }
 
 
@@ -68,10 +70,14 @@ def children(pid: int) -> list[int]:
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process and of its children that were reaped."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, _stat(pid)[11:15])) / 100
     except OSError:
         return 0.0
-    return sum(map(int, fields[11:15])) / 100
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat, from the third on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def roles(program: int, told: dict[str, Any]) -> dict[int, str]:
@@ -117,13 +123,13 @@ def _row(role: str, measure: str, how: str, groups: Sequence[Points]) -> Row:
     return Row(role, measure, how, judge_count(groups) if is_count else judge_size(groups, bound))
 
 
-def _read(samples: Iterable[Sample], role: str, measure: str) -> dict[str, list[tuple[float, float]]]:
-    """The points of each process of a role."""
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+def _read(samples: Iterable[Sample], role: str, measure: str) -> dict[tuple[str, float], list[tuple[float, float]]]:
+    """The points of each process of a role, by its id and the time when it was started: ids come again within an hour."""
+    found: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
     for sample in samples:
         for pid, process in sample["processes"].items():
             if process["role"] == role and measure in process:
-                found[pid].append((sample["seconds"] / 3600, process[measure]))
+                found[pid, process["started"]].append((sample["seconds"] / 3600, process[measure]))
     return found
 
 

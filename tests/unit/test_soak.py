@@ -82,13 +82,17 @@ def test_groups_have_levels_of_their_own() -> None:
 
 
 def samples(count: int, figure: Callable[[str, int, int], dict[str, float]], **told: Any) -> list[dict[str, Any]]:
-    """A run in which each passing worker is seen twice. `figure`: of a role, at a quiet point and at an age."""
+    """A run in which each passing worker is seen twice, and ids come again. `figure`: of a role, at a quiet point and an age."""
     made = []
     for number in range(count):
         processes = {
-            "1": {"role": "program", **figure("program", number, number)},
-            "2": {"role": "lasting worker", **figure("lasting worker", number, number)},
-            str(100 + number // 2): {"role": "passing worker", **figure("passing worker", number, number % 2)},
+            "1": {"role": "program", **figure("program", number, number), "started": 1},
+            "2": {"role": "lasting worker", **figure("lasting worker", number, number), "started": 2},
+            str(100 + number // 2 % 20): {
+                "role": "passing worker",
+                "started": 3 + number // 2,
+                **figure("passing worker", number, number % 2),
+            },
         }
         made.append({"seconds": number * EVERY, "processes": processes, "tasks": 1, **told})
     return made
@@ -134,7 +138,7 @@ def test_what_the_program_tells_is_judged() -> None:
 def test_a_process_is_read_from_proc() -> None:
     read = figures(os.getpid())
     assert read is not None
-    assert set(read) == {"descriptors", "threads", "maps", "heap", "resident"}
+    assert set(read) == {"descriptors", "threads", "maps", "heap", "resident", "started"}
     assert all(value > 0 for value in read.values())
     assert figures(2**22 + 1) is None
     assert roles(os.getpid(), {"workers": {}})[os.getpid()] == "program"
