@@ -212,7 +212,7 @@ class Channel:
     def keep(self, op: int, call_id: int, body: Body) -> None:
         """Like `send_from_thread`, but leave the message queued until the next one is sent or `flush` is called.
 
-        `_on_bell` calls it after it has delivered what has arrived.
+        A worker's side flushes when it has delivered what has arrived.
         """
         self._enqueue(op, call_id, body)
 
