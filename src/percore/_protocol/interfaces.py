@@ -475,7 +475,8 @@ class Engine(Protocol):
 
         Return None if there is no place for the worker yet. The pool asks again once the engine has called `on_place`.
 
-        The engine calls `on_exit` once, from the loop and never during this call, when the worker has ended.
+        The engine calls `on_exit` once, from the loop and never during this call, when the worker has ended. It may call it once
+        more if a KeyboardInterrupt has ended the first call.
 
         Raises:
             OSError: the worker could not be started; nothing is left behind.

@@ -78,15 +78,22 @@ class Burials:
         self._keeper = keeper
         self._observer = observer
         self._deaths = Deaths(calls, pool.members)
+        self._unburied: set[PoolWorker] = set()
+        """Workers whose calls have ended, and whose slots are about to be filled."""
 
     def exited(self, slot: "WorkerSlot", member: PoolWorker, end: Exit) -> None:
         """The system has reported a worker's death. Receive its last messages, then end its calls and replace it.
 
         After the death nothing writes to the worker's memory, so its messages and start marks can be read without races.
+
+        If a KeyboardInterrupt has ended this midway, it is called once more.
         """
-        if member not in self._pool.members:  # an exception interrupted its start before it was added
-            return
         faults = Faults(f"the calls of worker {slot.index} were ended and the worker was replaced")
+        if member not in self._pool.members:
+            if member in self._unburied:
+                self._bury_at_last(slot, member, faults)
+                faults.finish()
+            return  # else an exception interrupted its start before it was added, or it is buried
         with faults:
             if POINTS:
                 point("supervisor.worker.exited")
@@ -116,6 +123,7 @@ class Burials:
         with faults:
             self._nested.buried(member)
         faults.surely(lambda: slot.took(member))  # before it leaves `members`: another thread must find its counts somewhere
+        self._unburied.add(member)
         self._pool.members.discard(member)
         slot.failure = member.failure
         with faults:
@@ -127,6 +135,19 @@ class Burials:
         self._fill(slot, member, state, faults, began=began)
         with faults:
             self._keeper.advance()
+        self._unburied.discard(member)
+
+    def _bury_at_last(self, slot: "WorkerSlot", member: PoolWorker, faults: Faults) -> None:
+        """Do what an interrupt has left undone after the worker's calls had ended."""
+        faults.surely(member.worker.close)
+        if member in (slot.current, slot.next):
+            self._fill(slot, member, State.GONE, faults, began=True)  # nobody knows any more whether it had begun a call
+        else:
+            with faults:
+                self._pool.succeed_despite(slot)
+        with faults:
+            self._keeper.advance()
+        self._unburied.discard(member)
 
     def _fill(self, slot: "WorkerSlot", member: PoolWorker, state: State, faults: Faults, *, began: bool) -> None:
         """Fill the slot of a dead worker. `state`: the one in which it died. `began`: whether it had begun a call or has lasted."""

@@ -318,6 +318,7 @@ class ForkedProcess(Watched):
         self._close_report()
         self._request.sent()
         let_go(self._request.lifeline)
-        servers.done(self._server)
+        server, self._server = self._server, None
+        servers.done(server)
         if servers.untold and not self._loop.is_closed():
             self._loop.call_soon(servers.tell)

@@ -77,6 +77,7 @@ class Launcher(Protocol):
 
         The caller still owns `fds` and closes them. The launcher calls `on_exit` once, from the loop and never during this call,
         when the system has reported the process dead. Its argument is the exit code, as subprocess defines it, or None if unknown.
+        If that call raises a KeyboardInterrupt, nobody knows what it has done, and the launcher calls it once more.
 
         Raises:
             OSError: the process could not be started; nothing is left behind.
@@ -305,12 +306,15 @@ class Watched:
         return True
 
     def _on_death(self, pidfd: Fd) -> None:
-        self._loop.remove_reader(pidfd.number)
+        if self._gone:
+            return
         code = self._known_code(pidfd)
         if code is not None:
             self._finish(code)
         else:
-            self._timer = self._loop.call_later(self._patience(), self._after_patience, pidfd)
+            if self._timer is None:
+                self._timer = self._loop.call_later(self._patience(), self._after_patience, pidfd)
+            self._loop.remove_reader(pidfd.number)  # last: if a Ctrl-C ends this before, the loop calls it again
 
     def _after_patience(self, pidfd: Fd) -> None:
         self._finish(self._known_code(pidfd))
@@ -326,6 +330,15 @@ class Watched:
         """Release everything, then call `on_exit`. Only the first call does anything."""
         if self._gone:
             return
+        once_more = self._loop.call_soon(self._end, code)
+        try:
+            self._end(code)
+        except Exception:
+            once_more.cancel()
+            raise
+        once_more.cancel()  # not after a Ctrl-C, which may have kept the owner from hearing of the death
+
+    def _end(self, code: int | None) -> None:
         self._gone = True
         if self._timer is not None:
             self._timer.cancel()
@@ -333,7 +346,9 @@ class Watched:
         self._on_exit(code)
 
     def _release(self) -> None:
+        """Release everything. Twice is as once."""
         if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd.number)
+            if self._pidfd.number >= 0:
+                self._loop.remove_reader(self._pidfd.number)
             let_go(self._pidfd)
             self._pidfd = None

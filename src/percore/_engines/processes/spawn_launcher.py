@@ -99,7 +99,7 @@ class ThreadWatchedProcess:
         self._loop = loop
         self._lifeline = lifeline
         self._on_exit = on_exit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection under it may end a dropped runner, which kills its workers
         self._alive = True
         self._thread = threading.Thread(target=self._wait, args=(pid,), name=f"percore-wait-{pid}", daemon=True)
         try:
@@ -135,6 +135,15 @@ class ThreadWatchedProcess:
             self._alive = False
 
     def _finish(self, code: int | None) -> None:
+        once_more = self._loop.call_soon(self._end, code)  # as in `Watched`
+        try:
+            self._end(code)
+        except Exception:
+            once_more.cancel()
+            raise
+        once_more.cancel()
+
+    def _end(self, code: int | None) -> None:
         self._thread.join()  # returns at once: the thread is ending; no thread is left when `on_exit` is called
         let_go(self._lifeline)
         self._on_exit(code)

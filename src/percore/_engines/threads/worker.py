@@ -271,6 +271,7 @@ class ThreadWorker:
 
     def _over(self, end: Exit) -> None:
         """Nothing begins in the worker any more, and nothing arrives of it but what it has sent."""
+        once_more = self._engine.loop.call_soon(self._on_exit, end)  # unless a Ctrl-C keeps this from telling it: then it stays
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
@@ -281,7 +282,12 @@ class ThreadWorker:
                 op, call_id, _ = inbox.popleft()
                 if is_call(op):
                     self._unbegun[call_id] = 0
-        self._on_exit(end)
+        try:
+            self._on_exit(end)
+        except Exception:
+            once_more.cancel()
+            raise
+        once_more.cancel()
 
     def rouse(self) -> None:
         """Have the thread run for a moment, so that it frees what other threads have dropped."""
