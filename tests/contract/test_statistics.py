@@ -170,7 +170,9 @@ async def test_peers_25_calls_spread_over_workers(make: MakeRunner, log: Log, ga
     async with make(2) as runner:
         futures = [runner.submit(jobs.await_, log.path, gate.path) for _ in range(20)]
         await log.take(20)
-        assert [worker.running for worker in runner.statistics().workers] == [10, 10]
+        running = sorted(worker.running for worker in runner.statistics().workers)
+        assert sum(running) == 20
+        assert running[0] >= 10 - BLOCKED, "each step in which a worker has read nothing counts as a call"
         gate.open()
         await asyncio.gather(*futures)
 
