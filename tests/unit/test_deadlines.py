@@ -12,7 +12,7 @@ TIMES = st.floats(0, 1000)
 def test_each_item_is_due_once_and_in_order(times: list[float], looks: list[float]) -> None:
     deadlines: Deadlines[tuple[float, int]] = Deadlines()
     for number, when in enumerate(times):
-        deadlines.at(when).append((when, number))
+        deadlines.add(when, (when, number))
     assert len(deadlines) == len(times)
     given_out: list[tuple[float, int]] = []
     for now in [*sorted(looks), 1001.0]:
@@ -27,7 +27,7 @@ def test_what_is_over_is_dropped_when_it_is_many() -> None:
     deadlines: Deadlines[int] = Deadlines()
     for number in range(10_000):
         deadlines.sweep(lambda item: item % 100 > 0)
-        deadlines.at(float(number)).append(number)
+        deadlines.add(float(number), number)
         assert len(deadlines) <= 65 + 2 * (number // 100 + 1)
     assert deadlines.due(9900.0)[-1] == 9900
     assert deadlines.next() is not None
@@ -35,7 +35,7 @@ def test_what_is_over_is_dropped_when_it_is_many() -> None:
 
 def test_few_are_never_looked_at() -> None:
     deadlines: Deadlines[int] = Deadlines()
-    deadlines.at(1.0).append(1)
+    deadlines.add(1.0, 1)
     deadlines.sweep(lambda _: True)
     assert deadlines.due(1.0) == [1]
 

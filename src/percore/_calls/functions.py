@@ -142,7 +142,7 @@ class Functions:
         A worker keeps those whose calls it has; the next run of this method looks at them again. Before a worker is sent another
         call of a forgotten function, it is sent the function again.
         """
-        in_use = {function.number for function in self.known.values()} | self._held
+        in_use = {function.number for function in list(self.known.values())} | self._held
         for worker in list(self._workers):
             called = {call.function.number for call in list(worker.calls.values())}
             for number in worker.defined - in_use - called:

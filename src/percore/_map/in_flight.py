@@ -237,7 +237,8 @@ class InFlight:
         """
         if self.batches is not None:
             self.batches.drop_from(number)
-        for item in [item for place, item in reversed(self._alive.items()) if place >= number]:
+        alive = self._alive.copy()  # a garbage collection may run user code that ends calls
+        for item in [item for place, item in reversed(alive.items()) if place >= number]:
             self._alive.pop(item.number, None)
             item.cancel()
             if item.member is not None:

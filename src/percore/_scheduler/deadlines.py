@@ -3,12 +3,15 @@
 Items with the same time share a list, and only the times are in a heap. An item that is over stays until its time comes, unless the
 deadlines are crowded with such items. So keep items that keep nothing large alive.
 
+A garbage collection may run code of the user in the middle of any method, and that may add items.
+
 The time limits of calls are not kept so: a list, even of weak references, would cost each call a seventh more. Each call knows its
 own deadline, calls that are made together share one, and the shell looks through the pending calls when the earliest is due.
 """
 
+import sys
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Final, Generic, TypeVar
 
 _FEW: Final = 64
@@ -30,24 +33,34 @@ class Deadlines(Generic[T]):
 
     def __len__(self) -> int:
         """Number of items, including those that are over."""
-        return sum(map(len, self._items.values()))
+        return sum(map(len, list(self._items.values())))
 
-    def at(self, when: float) -> list[T]:
-        """Return the list of the items that are due at `when`, to append to it until the next call of any other method."""
-        items = self._items.get(when)
-        if items is None:
-            items = self._items[when] = []
-            heappush(self._times, when)
-        return items
+    def add(self, when: float, item: T) -> None:
+        """Add an item that is due at `when`."""
+        while True:
+            items = self._items.get(when)
+            if items is not None:
+                items.append(item)
+                if self._items.get(when) is items:  # else a sweep has dropped the list meanwhile
+                    return
+            else:
+                self._items.setdefault(when, [])
+                heappush(self._times, when)
 
     def sweep(self, is_over: Callable[[T], bool]) -> None:
         """Drop the items that are over, if there may be many. The cost per item added is constant."""
         if len(self) <= self._enough:
             return
-        kept = {when: [item for item in items if not is_over(item)] for when, items in self._items.items()}
-        self._items = {when: items for when, items in kept.items() if items}
-        self._times = list(self._items)
-        heapify(self._times)
+        self._enough = sys.maxsize  # one sweep at a time
+        for when in list(self._items):
+            items = self._items[when]
+            count = len(items)
+            items[:count] = [item for item in items[:count] if not is_over(item)]  # what is added meanwhile comes after these
+            if not items:
+                for item in self._items.pop(when):  # added just now
+                    self.add(when, item)
+        while len(self._times) != len(self._items):  # again if a time was added meanwhile
+            self._times[:] = sorted(self._items)
         self._enough = max(_FEW, 2 * len(self))
 
     def next(self) -> float | None:
@@ -58,7 +71,7 @@ class Deadlines(Generic[T]):
         """Remove and return the items that are due, the earliest first."""
         due: list[T] = []
         while self._times and self._times[0] <= now:
-            due += self._items.pop(heappop(self._times))
+            due += self._items.pop(heappop(self._times), ())
         return due
 
 

@@ -2,9 +2,12 @@
 
 from collections import defaultdict, deque
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 _FEW: Final = 64
+
+_CALLS: Final = attrgetter("calls")
 
 
 class Keyed(Protocol):
@@ -75,7 +78,7 @@ class Key(Generic[C, S]):
 
     def is_idle(self) -> bool:
         """Whether no call of this key is under way and none waits."""
-        return not self.running and not any(lane.calls for lane in self.lanes.values())
+        return not self.running and not any(map(_CALLS, list(self.lanes.values())))
 
 
 class Waiting(Protocol[C]):

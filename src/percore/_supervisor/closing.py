@@ -159,8 +159,9 @@ class Closing:
         self.look()
 
     def _cancel_running(self) -> None:
-        # Those of a worker last first: else it may begin the next.
-        calls = (partial(self._cancel, member, call) for member in self._pool.members for call in reversed(member.calls.values()))
+        # Those of a worker last first: else it may begin the next. In lists: a garbage collection may run code that cancels some.
+        held = [(member, list(member.calls.values())) for member in list(self._pool.members)]
+        calls = [partial(self._cancel, member, call) for member, calls in held for call in reversed(calls)]
         Faults("calls were cancelled, since the runner closes").run(*calls)
 
     def _cancel(self, member: PoolWorker, call: "PendingCall") -> None:

@@ -159,7 +159,7 @@ class HardLimits:
         now = monotonic()
         for due in steps(self._kill_after):
             when = now + due.seconds
-            self._steps.at(when).append(partial(self._step, due.step, member, call_id, why, when))
+            self._steps.add(when, partial(self._step, due.step, member, call_id, why, when))
         if not call.done() and plan.late is None:
             delay, error = self._calls.retries.next(call, TimeoutError(f"{name} ran for longer than hard_timeout={limit:g} s"))
             plan.late, plan.verdict = (0.0, error) if delay is None else (delay, None)
@@ -179,7 +179,7 @@ class HardLimits:
             self._pool.kill_one(member, why)
         else:  # give it the time once more in which this process did not run
             when = monotonic() + self._kill_after
-            self._steps.at(when).append(partial(self._pool_kill, member, call_id, why))
+            self._steps.add(when, partial(self._pool_kill, member, call_id, why))
 
     def _pool_kill(self, member: PoolWorker, call_id: int, why: str) -> None:
         if call_id in member.calls:

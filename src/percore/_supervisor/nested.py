@@ -279,8 +279,8 @@ class Nested:
         """Return the calls for which a call with this key has to wait; none if it need not wait."""
         if not self._dispatch.keys.is_taken(key):
             return ()
-        members = self._calls.members
-        return [call for member in members for call in member.calls.values() if call.key is key and call.kind != Kind.BROADCAST]
+        held = [call for member in list(self._calls.members) for call in list(member.calls.values())]
+        return [call for call in held if call.key is key and call.kind != Kind.BROADCAST]
 
     def look_at_keys(self) -> None:
         """End calls of callers that wait for each other since the workers have changed, because a key has lost its worker."""
@@ -288,7 +288,7 @@ class Nested:
             return
         self._seen = self._dispatch.keys.changes
         faults = Faults("the workers have changed")
-        for parent, call in [pair for room in self.rooms.values() for pair in room.asked.values()]:
+        for parent, call in [pair for room in list(self.rooms.values()) for pair in list(room.asked.values())]:
             if call.key is None or call.member is not None or call.done() or call.number in parent.room.announced:
                 continue
             if (parent.room.asked.get(call.number) or (None, None))[1] is call and (stuck := self._knot(call.key, parent)):

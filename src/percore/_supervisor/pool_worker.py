@@ -222,10 +222,10 @@ class PoolWorker:
 
         Calls with a key stay, since their key is bound to this worker. `times_ahead`: `Dispatch.times_ahead` at this moment.
         """
+        calls = self.calls.copy().items()  # a garbage collection may run user code that makes or cancels calls
+        stay = [call_id % self.stride for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD]
         self.recalling = True
         self.asked_at = times_ahead
-        calls = self.calls.items()
-        stay = [call_id % self.stride for call_id, call in calls if call.key is not None and call.kind == Kind.THREAD]
         self.tell(RECALL, wanted, array("I", stay).tobytes())
 
     def holds(self, is_holding: bool) -> None:
@@ -355,7 +355,7 @@ class PoolWorker:
 
     def note_running(self) -> None:
         """Note which calls the dead worker was running, for the errors of its calls. To be called before any of them is ended."""
-        for call in self.calls.values():
+        for call in list(self.calls.values()):
             running = call.running(self.fate(call))
             if running:
                 self._ran[call.function.name] = self._ran.get(call.function.name, 0) + running
@@ -396,7 +396,7 @@ class PoolWorker:
 
     def running(self, threads: int, *, may_look: bool) -> list[tuple[int, PendingCall]]:
         """Return the calls that run, with their ids and the oldest first, as far as the supervisor knows. As `statistics`."""
-        calls = [(call_id, call) for call_id, call in list(self.calls.items()) if call_id not in self.parked]
+        calls = [(call_id, call) for call_id, call in self.calls.copy().items() if call_id not in self.parked]
         has_read, free = self.has_read(), (1 if self.is_holding else threads) + self._aside[Kind.THREAD]
         running: list[tuple[int, PendingCall]] = []
         for call_id, call in calls:

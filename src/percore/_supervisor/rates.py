@@ -107,7 +107,7 @@ class Gate:
 
     def look(self) -> None:
         """Count the calls that have begun."""
-        for call, member in list(self.held.items()):
+        for call, member in self.held.copy().items():
             if member.calls.get(getattr(call, "call_id", 0)) is not call or call.call_id in member.parked:
                 continue  # it is about to be sent, or waits for a slot
             begun, age, _ = member.fate(call)
@@ -224,7 +224,7 @@ class Rates:
         """Let the timer look at a gate when it is due."""
         if gate.due < gate.wakes_at:
             self._wakes.sweep(_needs_no_timer)
-            self._wakes.at(gate.due).append(gate)
+            self._wakes.add(gate.due, gate)
             gate.wakes_at = gate.due
             self._set_timer()
 

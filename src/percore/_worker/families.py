@@ -160,7 +160,7 @@ class Family:
         with self.lock:
             self.is_over = True
         self.fail(asyncio.CancelledError)
-        for end in self.enders:
+        for end in list(self.enders):
             self.families.channel.loop.call_soon_threadsafe(end)
 
     def wait(self, until: Callable[[], object]) -> None:

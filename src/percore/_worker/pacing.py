@@ -250,8 +250,8 @@ class Pacing:
         due: list[int] = []
         with self._lock:
             now = time.perf_counter()
-            for pace in {id(pace): pace for pace in self.paces.values() if pace.held}.values():
-                shares = [share for call_id in pace.admitted if (share := self._share(call_id, now)) is not None]
+            for pace in {id(pace): pace for pace in list(self.paces.values()) if pace.held}.values():
+                shares = [share for call_id in list(pace.admitted) if (share := self._share(call_id, now)) is not None]
                 together = sum(share for share, _ in shares)
                 pace.looked(together, len(shares), now, max((process for _, process in shares), default=0.0) - together)
                 due += self._due(pace, now)
@@ -293,7 +293,7 @@ class Pacing:
         due = pace.due(now)
         self.held -= len(due)
         if pace.is_open:
-            for call_id in [one for one, its in self.paces.items() if its is pace]:
-                del self.paces[call_id]
+            for call_id in [one for one, its in self.paces.copy().items() if its is pace]:
+                self.paces.pop(call_id, None)
             pace.forget()
         return due

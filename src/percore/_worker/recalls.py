@@ -60,7 +60,7 @@ class Recalls:
         """Hand back all calls and items that have not begun."""
         for call_id in reversed(list(self._threads.waiting)):
             self.take_back(call_id)
-        for call_id, batch in list(self._batches.items()):
+        for call_id, batch in self._batches.copy().items():
             if count := batch.give_up(batch.end):
                 self._channel.send(RETURNED, call_id, count)
 
@@ -76,7 +76,7 @@ class Recalls:
                 begun[call_id] = 0
                 if type(item) is WorkerBatch:
                     self._batches.pop(call_id, None)
-        for call_id, batch in list(self._batches.items()):
+        for call_id, batch in self._batches.copy().items():
             batch.give_up(batch.end)
             begun[call_id] = batch.end
         return begun
@@ -119,7 +119,7 @@ class Recalls:
         The supervisor would only send these back here and recall them again.
         """
         free, pacing = self._threads.free(), self._threads.pacing
-        waiting = [item for item in list(self._threads.waiting.items()) if not _is_broadcast(item[1])]
+        waiting = [item for item in self._threads.waiting.copy().items() if not _is_broadcast(item[1])]
         if pacing is None or not pacing.held:
             return waiting[free:]
         unbegun: list[tuple[int, Any]] = []
@@ -133,7 +133,7 @@ class Recalls:
     def _split(self, most: int) -> None:
         """Hand back half of the items that running batches have not begun, once the batches have run for `SPLIT_AFTER`."""
         now, wait, given = time.perf_counter(), 0.0, 0
-        for call_id, batch in list(self._batches.items()):
+        for call_id, batch in self._batches.copy().items():
             age = 0.0 if batch.begun_at is None else now - batch.begun_at
             if batch.items and age < SPLIT_AFTER:
                 wait = max(wait, SPLIT_AFTER - age)

@@ -48,7 +48,7 @@ class Timeouts:
         self._next = inf
         self.stop()
         now = monotonic()
-        for call_id, (due, seconds) in list(self._due.items()):
+        for call_id, (due, seconds) in self._due.copy().items():
             if due <= now and self._due.pop(call_id, None) is not None:
                 self._expired(call_id, seconds)
         if self._due:
