@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,8 @@ from starlette.routing import Mount
 
 import percore
 import percore.web
+from percore._monitor.statistics import Statistics
+from percore._web import feed as feed_module
 from percore._web.dashboard import Request
 from tests import jobs
 from tests.waiting import until
@@ -160,6 +163,25 @@ async def test_all_viewers_share_one_reading() -> None:
         feed = dashboard._pages._feed
         snapshots = await asyncio.gather(*(feed.snapshot() for _ in range(20)))
         assert len({*snapshots, await feed.snapshot()}) == 1
+
+
+def test_a_loop_that_is_closed_in_the_midst_of_a_reading_keeps_no_later_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a server runs in loops of its own, one after the other, and cancels nothing at the end of one."""
+    runner: Any = SimpleNamespace(statistics=lambda: Statistics(0, 0, 0, 0, 0, 0, ()))
+    dashboard = percore.web.dashboard(lambda: runner)
+    with monkeypatch.context() as hanging:
+        hanging.setattr(feed_module, "in_thread", lambda *_: asyncio.get_running_loop().create_future())
+        loop = asyncio.new_event_loop()
+        asked = loop.create_task(dashboard._pages._feed.snapshot())
+        loop.run_until_complete(asyncio.sleep(0))
+        reading = dashboard._pages._feed._reading
+        loop.close()
+    tasks: list[Any] = [asked, reading]
+    for task in tasks:
+        task._log_destroy_pending = False
+        task.get_coro().close()
+    snapshot = asyncio.run(asyncio.wait_for(dashboard._pages._feed.snapshot(), 10))
+    assert json.loads(snapshot)["view"]["workers"] == []
 
 
 async def test_a_worker_is_recycled_by_the_page_alone(over: Any) -> None:

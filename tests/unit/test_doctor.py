@@ -1,6 +1,7 @@
 """`percore doctor`: what it makes of facts, and how it shows that. No machine is looked at here."""
 
 import json
+import tempfile
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 import percore
+from percore._cli import facts
 from percore._cli.doctor import to_json, to_text
 from percore._cli.facts import Facts, Trial
 from percore._cli.findings import Finding, Level, judge
@@ -115,6 +117,14 @@ FINDINGS = [
     Finding("open files", Level.PROBLEM, "12", "too few " * 20),
     Finding("uvloop", Level.NOTE, "not installed", "pip install uvloop"),
 ]
+
+
+def test_no_room_for_temporary_files_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    assert facts._temporary() == 0
 
 
 def test_as_text() -> None:

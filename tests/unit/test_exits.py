@@ -5,15 +5,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from percore._common.worker_errors import how
 from percore._engines.processes.descriptors import Fd, hold, pipe
 from percore._engines.processes.launch import Watched
 from percore._engines.processes.spawn_launcher import ThreadWatchedProcess
-from percore._supervisor.burials import Burials
+from percore._protocol.interfaces import Exit
+from percore._scheduler.lifecycle import State
+from percore._supervisor.burials import Burials, _explained
 from tests import jobs
 from tests.contract.conftest import worker_of
 from tests.fakes import FakeRunner
@@ -124,6 +127,18 @@ async def test_p6_a_burial_that_ctrl_c_has_ended_is_ended_by_the_next_call(
                 worker_of(runner).kill()
                 assert await asyncio.wait_for(runner.run(jobs.aecho, 1), 10) == 1
                 assert runner.statistics().workers[0].generation == 2
+
+
+def test_sigterm_is_explained_by_the_state_in_which_it_came() -> None:
+    """A worker of a Runner drains if it is ready, and one of a pool does not: then there is nothing to explain."""
+    told: dict[State, str] = {}
+    for state in State:
+        member: Any = SimpleNamespace(memory=None, life=SimpleNamespace(state=state))
+        told[state] = how(-15, _explained(Exit(-15), member).why)
+    assert told == dict.fromkeys(State, "by SIGTERM") | {
+        State.STARTING: "by SIGTERM (terminated while it was starting)",
+        State.DRAINING: "by SIGTERM (terminated while it was draining)",
+    }
 
 
 def test_a_collection_that_kills_a_worker_as_it_is_reaped_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,8 @@ def test_a_worker_that_dies_while_it_starts_ends_the_call_of_another_one_at_once
     error = stage.futures[0].exception()
     assert str(error) == ABRUPTLY
     assert error is not None
-    assert re.search(r"worker 1 \(pid \d+\) terminated abruptly by SIGTERM\n", str(error.__cause__))
+    end = r"by SIGTERM \(terminated while it was starting\)\n"
+    assert re.search(rf"worker 1 \(pid \d+\) terminated abruptly {end}", str(error.__cause__))
 
 
 class Start:

@@ -2,17 +2,25 @@
 
 import faulthandler
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from percore._record import record as command
+from percore._record import recorder
 from percore._record.calls import SHORT, Call, Calls, Seen, attributed, begun_by
 from percore._record.output import as_html, as_speedscope
-from percore._record.recorder import Recording
-from percore._record.samples import AWAITING, Frame, from_faulthandler, from_py_spy, from_sampling, of_user, paths_in
+from percore._record.recorder import Recording, Unable, record_from_outside
+from percore._record.samples import AWAITING, Frame, Stack, from_faulthandler, from_py_spy, from_sampling, of_user, paths_in
 from percore._record.tree import by_call, by_function, by_worker, short_names
+from tests.unit.test_top import page
 
 HERE = Path(__file__).as_posix()
 FETCH = Frame("fetch", "crawl.py")
@@ -188,3 +196,56 @@ def test_speedscope_gets_a_profile_for_each_worker() -> None:
     assert (first["name"], second["name"]) == ("worker 0", "worker 1")
     assert sum(first["weights"]) == first["endValue"] == 4
     assert [[names[at] for at in sample] for sample in first["samples"]] == [["__main__.fetch", "parse"], ["__main__.parse"]]
+
+
+# What can go wrong outside
+
+
+class Sampler:
+    """A program that samples workers."""
+
+    name = "sampler"
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def command(self, pid: int, out: Path, seconds: float, rate: float) -> list[str]:
+        return [sys.executable, "-I", "-S", "-c", self._program, str(out)]
+
+    def read(self, out: Path) -> Iterator[tuple[str, Stack, int]]:
+        if out.read_text() != "whole":
+            raise subprocess.CalledProcessError(1, "replay")
+        yield "Thread 1", (FETCH,), 3
+
+
+def test_a_sampler_that_says_much_is_no_reason_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "read", lambda _: [page(1.0)])
+    monkeypatch.setattr(recorder, "_PATIENCE", 10.0)
+    program = "import sys; sys.stderr.write('x' * 1_000_000); open(sys.argv[1], 'w').write('whole')"
+    assert record_from_outside(os.getpid(), 0.1, 10, Sampler(program)).samples["worker 0", (FETCH,)] == 3
+
+
+def test_what_a_sampler_has_left_of_a_worker_that_has_ended_costs_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = page(1.0)
+    both["statistics"]["workers"].append(both["statistics"]["workers"][0] | {"index": 1, "pid": os.getppid()})
+    monkeypatch.setattr(recorder, "read", lambda _: [both])
+    program = f"import sys; open(sys.argv[1], 'w').write('whole' if sys.argv[1].endswith('/{os.getpid()}') else 'who')"
+    recording = record_from_outside(os.getpid(), 0.1, 10, Sampler(program))
+    assert {worker for worker, stack in recording.samples if stack == (FETCH,)} == {"worker 0"}
+
+
+def test_where_nothing_can_be_written_another_sampler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(recorder, "read", lambda _: [page(1.0)])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no"))
+    with pytest.raises(Unable, match="No such file"):
+        record_from_outside(os.getpid(), 0.1, 10, Sampler(""))
+
+
+def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = Recording(7, "crawl.py", "sampler", samples=Counter({("worker 0", (FETCH,)): 1}))
+    monkeypatch.setattr(command, "_sample", lambda *_: found)
+    for name in ("out.json", "out.html"):
+        out = tmp_path / name
+        out.symlink_to("/dev/full")
+        assert command.record(7, str(out), seconds=1, rate=1, sampler="auto") == 1
+        assert capsys.readouterr().err == f"percore record: {out} cannot be written: {os.strerror(28)}\n"

@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -291,6 +292,13 @@ def test_each_program_has_one_line(is_terminal: bool, monkeypatch: pytest.Monkey
         "       7  crawl.py  " + command if not is_terminal else ("       7  crawl.py  " + command)[:59] + "\N{HORIZONTAL ELLIPSIS}"
     )
     assert last.startswith("watch one of them")
+
+
+def test_without_standard_input_it_writes_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(top, "read", lambda _: [page(1.0)])
+    monkeypatch.setattr(top, "_without_terminal", lambda _model, _show, interval: 3 if interval == 2.0 else 4)
+    assert top.top(os.getpid(), interval=2.0, once=False, as_json=False, by_worker=False) == 3
 
 
 def test_rates() -> None:

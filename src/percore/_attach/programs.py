@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -73,10 +73,28 @@ def read(pid: int) -> list[dict[str, Any]]:
 
 def _page(path: Path) -> dict[str, Any]:
     for _ in range(_TRIES):
-        with suppress(NoPage):
-            return decode(path.read_bytes())
+        with suppress(NoPage), opened(path, PAGE_NAME, os.O_RDONLY) as fd:
+            return decode(os.pread(fd, os.fstat(fd).st_size, 0))
         time.sleep(_PAUSE)
     raise NoPage("it never was whole")
+
+
+@contextmanager
+def opened(path: Path, name: str, mode: int) -> Iterator[int]:
+    """Open a descriptor of another process that is a memfd of this name. Its number may be that of another file meanwhile.
+
+    Such a file is closed at once. If it is a pipe, opening it does not wait.
+
+    Raises:
+        OSError: the process has closed the memfd, or has ended.
+    """
+    fd = os.open(path, mode | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{name}"):
+            raise FileNotFoundError(path)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _pids() -> Iterator[int]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from percore._attach.programs import why_refused
+from percore._attach.programs import opened, why_refused
 from percore._worker_process import stacks_file
 from percore._worker_process.boot import ASK_SIGNAL, STACKS_NAME, STACKS_SIGNAL
 
@@ -66,13 +66,13 @@ def is_worker(pid: int) -> bool:
 @contextmanager
 def _own(path: Path, step: float) -> Iterator[int]:
     """Open the file, and keep it from others during the block."""
-    with path.open("rb+", buffering=0) as file:
+    with opened(path, STACKS_NAME, os.O_RDWR) as fd:
         end = time.monotonic() + _LATEST
-        while not stacks_file.take_unclaimed(file.fileno()):
+        while not stacks_file.take_unclaimed(fd):
             if time.monotonic() >= end:
                 raise NoStacks("the program or another one reads the stacks of its workers")
             time.sleep(step)
-        yield file.fileno()  # the lock goes with the descriptor
+        yield fd  # the lock goes with the descriptor
 
 
 def _written(pid: int, fd: int, step: float) -> str:

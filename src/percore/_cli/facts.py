@@ -129,7 +129,7 @@ def read_facts() -> Facts:
         address_space=_limit(resource.RLIMIT_AS),
         file_size=_limit(resource.RLIMIT_FSIZE),
         room=room_left(),
-        temporary=_free(tempfile.gettempdir()) or 0,
+        temporary=_temporary(),
         shm=_free("/dev/shm"),
         ptrace_scope=_number("/proc/sys/kernel/yama/ptrace_scope"),
         may_trace=_may_trace(),
@@ -177,6 +177,13 @@ def _free(path: str) -> int | None:
     except OSError:
         return None
     return status.f_bavail * status.f_frsize
+
+
+def _temporary() -> int:
+    try:
+        return _free(tempfile.gettempdir()) or 0
+    except FileNotFoundError:  # no folder in which a file can be made: all are full, or can only be read
+        return 0
 
 
 def _may_trace() -> bool:

@@ -14,7 +14,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         status = _run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # the program was started without one
+            sys.stdout.flush()
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except BrokenPipeError:  # `percore top | head`: the reader has enough

@@ -22,7 +22,6 @@ _HINTS = {
     "SIGBUS": "a crash in native code, or a full file system under mapped memory",
     "SIGABRT": "native code called abort()",
     "SIGILL": "native code built for another CPU",
-    "SIGTERM": "terminated while it was starting or draining",
 }
 
 _MOST_NAMES = 5

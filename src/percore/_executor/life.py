@@ -136,8 +136,6 @@ class ExecutorLife:
 
 def the_end(worker: str, exitcode: int | None, why: str) -> RemoteTraceback:
     """Return the cause of the errors of a pool that a dead worker has broken, as ProcessPoolExecutor has one since Python 3.15."""
-    from percore._common.worker_errors import how, signal_of
+    from percore._common.worker_errors import how
 
-    # In a pool SIGTERM ends a worker in every state: the reason that `how` gives for it would be wrong.
-    end = "by SIGTERM" if signal_of(exitcode) == "SIGTERM" else how(exitcode, why)
-    return RemoteTraceback(f"{worker} terminated abruptly {end}")
+    return RemoteTraceback(f"{worker} terminated abruptly {how(exitcode, why)}")

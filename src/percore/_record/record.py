@@ -33,7 +33,10 @@ def record(pid: int, output: str, *, seconds: float, rate: float, sampler: str) 
         return _failed(f"{sampler} cannot sample process {pid}: {error}. --sampler faulthandler needs no permission")
     if not recording.samples:
         return _failed(f"process {pid} has run no call of percore for {recording.seconds:.0f} seconds: nothing is written")
-    path.write_text(as_html(recording) if path.suffix == ".html" else as_speedscope(recording), encoding="utf-8")
+    try:
+        path.write_text(as_html(recording) if path.suffix == ".html" else as_speedscope(recording), encoding="utf-8")
+    except OSError as error:  # the disk is full, for example
+        return _failed(f"{output} cannot be written: {error.strerror}")
     found = sum(recording.samples.values())
     print(f"{path}: {found} samples in {recording.seconds:.1f} s by {recording.sampler}")
     return 0

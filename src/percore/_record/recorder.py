@@ -192,27 +192,12 @@ def record_from_outside(pid: int, seconds: float, rate: float, sampler: Outside)
     pages = read(pid)
     recording = Recording(pid, pages[0]["program"], sampler.name, time.monotonic(), seconds, round(seconds * rate))
     recording.names = short_names(one["name"] for page in pages for one in page["statistics"]["functions"])
-    with tempfile.TemporaryDirectory(prefix="percore-record-") as folder, ExitStack() as running:
-        begun: list[tuple[str, Path, subprocess.Popen[str]]] = []
-        sampled = [(label, int(worker["pid"])) for label, _, worker in _workers(pages) if worker["pid"]]
-        threads = _threads(pages)
-        for label, sampled_pid in [*sampled, *([(_PROGRAM, pid)] if threads else [])]:
-            out = Path(folder, str(sampled_pid))
-            command = sampler.command(sampled_pid, out, seconds, rate)
-            process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-            )
-            running.enter_context(process)
-            running.callback(process.kill)
-            begun.append((label, out, process))
-        running_calls, last = _watch([process for _, _, process in begun], pages, seconds, rate)
-        failures = [_failure(process) for _, _, process in begun]
-        if begun and all(failures):
-            raise Unable(failures[0])
-        read_from = [(label, out) for label, out, _ in begun if out.exists()]
-        threads |= _threads(last)  # a pool has started some meanwhile
-        found = [Seen(label, *found) for label, out in read_from for found in sampler.read(out)]
-        seen = [one for one in (_of_worker(one, threads) for one in found) if one is not None]
+    try:
+        found, running_calls, last = _sampled(pages, seconds, rate, sampler)
+    except OSError as error:  # it cannot be started, or the disk is full
+        raise Unable(str(error)) from error
+    threads = _threads(pages) | _threads(last)  # a pool has started some meanwhile
+    seen = [one for one in (_of_worker(one, threads) for one in found) if one is not None]
     for one in seen:
         recording.samples[one.worker, one.stack] += one.times
         running_calls[one.worker, one.stack[0].name.rpartition(".")[2]] -= one.times
@@ -226,8 +211,44 @@ def record_from_outside(pid: int, seconds: float, rate: float, sampler: Outside)
     return recording
 
 
+def _sampled(pages: Pages, seconds: float, rate: float, sampler: Outside) -> "tuple[list[Seen], Counter[tuple[str, str]], Pages]":
+    """Let a program sample all workers. Return what it has seen, and what `_watch` returns.
+
+    Raises:
+        Unable: it has sampled no worker.
+        OSError: it cannot be started, or there is no room for what it writes.
+    """
+    sampled = [(label, int(worker["pid"])) for label, _, worker in _workers(pages) if worker["pid"]]
+    if _threads(pages):
+        sampled.append((_PROGRAM, pages[0]["pid"]))
+    begun: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
+    with tempfile.TemporaryDirectory(prefix="percore-record-") as folder, ExitStack() as running:
+        for label, pid in sampled:
+            out = Path(folder, str(pid))
+            with _said(out).open("wb") as errors:  # no pipe, which the program would fill before anybody reads it
+                command = sampler.command(pid, out, seconds, rate)
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
+            running.enter_context(process)
+            running.callback(process.kill)
+            begun.append((label, out, process))
+        running_calls, last = _watch([process for _, _, process in begun], pages, seconds, rate)
+        failures = [_failure(process, out) for _, out, process in begun]
+        if begun and all(failures):
+            raise Unable(failures[0])
+        found = [seen for label, out, _ in begun for seen in _read(sampler, label, out)]
+    return found, running_calls, last
+
+
+def _read(sampler: Outside, label: str, out: Path) -> list[Seen]:
+    """Return what was seen in a worker: nothing if that was cut short, because it has ended."""
+    if out.exists():
+        with suppress(subprocess.CalledProcessError, ValueError, LookupError):
+            return [Seen(label, *one) for one in sampler.read(out)]
+    return []
+
+
 def _watch(
-    samplers: "list[subprocess.Popen[str]]", pages: Pages, seconds: float, rate: float
+    samplers: "list[subprocess.Popen[bytes]]", pages: Pages, seconds: float, rate: float
 ) -> "tuple[Counter[tuple[str, str]], Pages]":
     """Wait for the samplers.
 
@@ -248,12 +269,16 @@ def _watch(
     return Counter({key: round(times * seconds * rate / readings) for key, times in found.items()}), pages
 
 
-def _failure(process: "subprocess.Popen[str]") -> str:
-    """Return why a program from outside has failed; empty if it has not."""
+def _said(out: Path) -> Path:
+    """Return the file with the standard error of the program that writes `out`."""
+    return out.with_suffix(".errors")
+
+
+def _failure(process: "subprocess.Popen[bytes]", out: Path) -> str:
+    """Return why a program from outside has failed; empty if it has not. `out`: what it writes."""
     if process.poll() is None:
         return "it did not end"
-    assert process.stderr is not None
-    said = [line.strip() for line in process.stderr.read().splitlines() if line.strip()]
+    said = [line.strip() for line in _said(out).read_text(errors="replace").splitlines() if line.strip()]
     return "" if not process.returncode else (said or [f"exit code {process.returncode}"])[-1].removeprefix("Error: ")
 
 

@@ -4,7 +4,7 @@
 """
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from percore._common.fault_points import POINTS, point
 from percore._common.log import Faults, report
@@ -105,7 +105,7 @@ class Burials:
         """End the calls of a dead worker and fill its slot. An exception in one step does not prevent the others."""
         slot.end = member.end = end
         with faults:
-            slot.end = member.end = end = _with_memory(end, member)
+            slot.end = member.end = end = _explained(end, member)
         state = member.life.state
         faults.surely(lambda: self._is_gone(member))
         with faults:
@@ -195,8 +195,20 @@ class Burials:
             self._observer.died(member, was_ready=member.was_ready and state is not State.DRAINING)
 
 
-def _with_memory(end: Exit, member: PoolWorker) -> Exit:
-    """Return the end of a worker that was killed with its memory at the last sample, if there was one and the end does not tell."""
+_UNDRAINED: Final = {
+    State.STARTING: "terminated while it was starting",
+    State.DRAINING: "terminated while it was draining",
+}
+"""Why SIGTERM ends a worker of a Runner at once."""
+
+
+def _explained(end: Exit, member: PoolWorker) -> Exit:
+    """Return the end of a worker with more about it, where the end does not tell.
+
+    That is for SIGTERM its state, and for SIGKILL its memory at the last sample, if there was one.
+    """
+    if signal_of(end.code) == "SIGTERM" and not end.why:
+        return end._replace(why=_UNDRAINED.get(member.life.state, ""))
     if member.memory is None or signal_of(end.code) != "SIGKILL" or (end.why and end.peak is not None):
         return end
     return end._replace(why=f"{end.why or KILLED}; it last had {mebibytes(member.memory)}")

@@ -36,7 +36,7 @@ def top(pid: int | None, *, interval: float, once: bool, as_json: bool, by_worke
     model = Model(pid)
     try:
         view = model.view(read(pid))
-        if once or as_json or not sys.stdin.isatty() or not console.is_terminal:
+        if once or as_json or sys.stdin is None or not sys.stdin.isatty() or not console.is_terminal:
             show = _json if as_json else partial(_text, console, by_worker=by_worker)
             return _without_terminal(model, show, None if once or as_json else interval)
         _Screen(console, model, interval, by_worker=by_worker).run(view)

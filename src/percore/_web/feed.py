@@ -40,10 +40,11 @@ class Feed:
         """Return the latest snapshot as JSON on one line. It is at most an interval old. All who wait share one reading."""
         if monotonic() - self._read_at < 0.9 * self._interval:
             return self._snapshot
-        if self._reading is None:
-            self._reading = asyncio.create_task(self._read())
-            self._reading.add_done_callback(self._has_read)
-        return await asyncio.shield(self._reading)
+        reading = self._reading
+        if reading is None or reading.get_loop() is not asyncio.get_running_loop():  # that loop was closed in the midst of it
+            reading = self._reading = asyncio.create_task(self._read())
+            reading.add_done_callback(self._has_read)
+        return await asyncio.shield(reading)
 
     async def stream(self) -> AsyncGenerator[str, None]:
         """Yield a snapshot each interval, for LONGEST seconds, as server-sent events."""
@@ -75,6 +76,7 @@ class Feed:
             return ()
 
     def _has_read(self, reading: "asyncio.Task[str]") -> None:
-        self._reading = None
+        if self._reading is reading:
+            self._reading = None
         if not reading.cancelled() and reading.exception() is None:
             self._snapshot, self._read_at = reading.result(), monotonic()
