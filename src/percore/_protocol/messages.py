@@ -130,3 +130,14 @@ class StartMarks(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, word: int, /) -> int: ...
     def __setitem__(self, word: int, value: int, /) -> None: ...
+
+
+def pid_told(told: Body) -> int:
+    """Return the pid that a worker has sent.
+
+    Raises:
+        BrokenFrame: it is none.
+    """
+    if type(told) is not int or told <= 0:
+        raise BrokenFrame(f"a worker is ready without a pid: {type(told).__name__}")
+    return told

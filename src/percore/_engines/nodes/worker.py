@@ -3,11 +3,11 @@
 import asyncio
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from percore._engines.nodes.channel import NodeChannel
 from percore._protocol.interfaces import UNBEGUN, Condition, Exit, Fate
-from percore._protocol.messages import Body
+from percore._protocol.messages import Body, pid_told
 from percore._transport.wire import Kind, pack
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class NodeWorker:
         self._on_exit = on_exit
 
     def ready(self, told: Body) -> None:
-        self.pid = cast("int", told)
+        self.pid = pid_told(told)
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self.link.send(Kind.KILL, self.number, pack((int(signum),)))

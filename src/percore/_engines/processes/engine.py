@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from percore._calls.worker_start import pickled_initializer, pickled_option, places_of, start_of
 from percore._common.options import RunnerOptions, usable_cpus
@@ -19,7 +19,7 @@ from percore._engines.processes.launch import Launcher, Process, last_line
 from percore._engines.processes.log_receiver import LogReceiver, levels
 from percore._engines.processes.oom_kills import Counts, OomKills, counts
 from percore._protocol.interfaces import Condition, Exit, Worker
-from percore._protocol.messages import Body
+from percore._protocol.messages import Body, pid_told
 from percore._protocol.worker_start import ExecutorSettings, Given, WorkerStart
 from percore._serialization.pickler import MainInfo
 from percore._transport.doorbell import Haste
@@ -75,7 +75,7 @@ class ProcessWorker:
         return self._told_pid if self._process.pid is None else self._process.pid
 
     def ready(self, told: Body) -> None:
-        self._told_pid = cast("int", told)
+        self._told_pid = pid_told(told)
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         self._is_killed |= signum == signal.SIGKILL

@@ -169,7 +169,7 @@ class ForkedProcess(Watched):
         self._request = request
         self._server: ForkServerProcess | None = None
         self._report: socket.socket | None = None
-        self._wanted: int | None = None  # the signal of a `kill` before the pid was known
+        self._wanted: int | None = None  # the signal of a `kill` before the pidfd was known
         self._retry: asyncio.Handle | None = None
         """Runs while the request is to be sent again: the fork server has not taken those before it yet."""
         self._is_late = False
@@ -181,13 +181,13 @@ class ForkedProcess(Watched):
             raise
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send a signal. Once the process is gone, do nothing. Before the pid is known, send it as soon as the pid arrives.
+        """Send a signal. Once the process is gone, do nothing. Before the pidfd is known, send it as soon as the pidfd arrives.
 
         After SIGKILL, the fork server has limited time to answer. If it does not (somebody may have stopped it), the
         launch counts as ended, and the next launch starts another fork server. A worker that is forked after all finds
         its lifeline closed, and dies.
         """
-        if self.pid is not None or self._gone:
+        if self._pidfd is not None or self._gone:
             super().kill(signum)
             return
         self._wanted = signum  # the last signal counts: an escalation ends with SIGKILL
@@ -253,7 +253,7 @@ class ForkedProcess(Watched):
         self.pid = pid
         try:
             # No descriptor: this process is out of them, so the kernel dropped the pidfd.
-            is_watched = bool(fds) and self._watch(pid, hold(Fd(above_streams(fds[0]))))
+            is_watched = bool(fds) and self._watch(pid, _pidfd_of(fds[0]))
         except OSError as error:
             report(logging.WARNING, "the worker (pid %d) cannot be watched: %s", pid, error)
             is_watched = False
@@ -264,7 +264,7 @@ class ForkedProcess(Watched):
             super().kill(self._wanted)
 
     def _on_silence(self) -> None:
-        """The fork server is dead, and its workers are dying. A pidfd, where there is one, reports the death."""
+        """The fork server is dead or broken, and the worker is dying. A pidfd, where there is one, reports the death."""
         if self.pid is not None:
             if self._pidfd is None:
                 self._finish(None)
@@ -280,12 +280,20 @@ class ForkedProcess(Watched):
             data, fds = receive(self._report, REPORT.size, 1)
         except BlockingIOError:
             return _NOTHING_YET, 0, []
-        if data:
+        if len(data) == REPORT.size:
             kind, value, peak = REPORT.unpack(data)
-            self.peak = peak or None
-            return kind, value, fds
+            is_birth = kind == BORN and value > 0 and self.pid is None
+            if is_birth or (kind in (EXITED, FAILED) and not fds):
+                self.peak = peak or None
+                return kind, value, fds
+        for fd in fds:
+            os.close(fd)
         self._close_report()
-        servers.lost(self._server)
+        if data:  # no report: the fork server is broken, and if it has forked a worker, that one must not live
+            let_go(self._request.lifeline)
+            servers.retire(self._server)
+        else:
+            servers.lost(self._server)
         return _SILENCE, 0, []
 
     def _known_code(self, pidfd: Fd) -> int | None:
@@ -322,3 +330,19 @@ class ForkedProcess(Watched):
         servers.done(server)
         if servers.untold and not self._loop.is_closed():
             self._loop.call_soon(servers.tell)
+
+
+def _pidfd_of(fd: int) -> Fd:
+    """Take over a descriptor that is said to be the pidfd of a worker.
+
+    Raises:
+        OSError: it is none; it is closed.
+    """
+    pidfd = hold(Fd(above_streams(fd)))
+    try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the worker has ended, or has become another user
+            signal.pidfd_send_signal(pidfd.number, 0)
+    except OSError:
+        let_go(pidfd)
+        raise
+    return pidfd
