@@ -16,7 +16,8 @@
 #   make sweep      strikes at every step of a call's and a worker's life; SWEEP_ARGS="-k bell" for a part of it
 #   make syscalls   lets each system call fail, the first time, the second time, and so on; SYSCALLS_ARGS="-k start" for a part of it
 #   make many-workers  a thousand workers: start, calls, close, descriptors left; WORKERS=200 for fewer
-#   make fuzz       ten million frames of a ring and as many of a link, and 200,000 lies of a worker
+#   make scale      a million pending calls, a million keys, a hundred thousand streams that are left: the longest step of the loop
+#   make fuzz       ten million frames of a ring and as many of a link, 200,000 lies of a worker and 20,000 of a fork server
 #   make mutants    small faults in the source, and whether the tests notice them; MUTANTS=300, MUTANTS_ARGS="--seed 2"
 #   make chaos      kills workers at random under load; CHAOS_KILLS=10000 for more, CHAOS_SEED=... for the same decisions again
 #   make soak       two hours of constant work with deaths, reloads and recycling: does anything grow?  SOAK_MINUTES=20 for less;
@@ -144,13 +145,16 @@ sweep: $(VENV)/.percore-test
 syscalls: $(VENV)/.percore-test
 	$(RUN) -m pytest -n $(JOBS) -o faulthandler_timeout=0 tests/syscalls/failing.py $(SYSCALLS_ARGS)
 
-.PHONY: fuzz mutants many-workers
+.PHONY: fuzz mutants many-workers scale
 WORKERS ?= 1000
 many-workers: $(VENV)/.percore-test
 	$(RUN) scripts/many_workers.py $(WORKERS)
 
+scale: $(VENV)/.percore-test
+	$(RUN) -m tests.scale $(SCALE_ARGS)
+
 fuzz: $(VENV)/.percore-test
-	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long -o faulthandler_timeout=0 -o timeout=3600 tests/unit/test_ring_fuzz.py tests/unit/test_wire_fuzz.py tests/unit/test_broken_workers.py
+	PERCORE_LONG=1 $(RUN) -m pytest -n $(JOBS) -m long -o faulthandler_timeout=0 -o timeout=3600 tests/unit/test_ring_fuzz.py tests/unit/test_wire_fuzz.py tests/unit/test_broken_workers.py tests/unit/test_fork_server_lies.py
 
 MUTANTS ?= 300
 mutants: $(VENV)/.percore-test

@@ -4,6 +4,7 @@ The supervisor is the real one; its workers do one thing at a time (`stepped_wor
 """
 
 import gc
+import random
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -12,13 +13,14 @@ from typing import Any, Final
 
 import pytest
 
-from percore import Rate
+from percore import Rate, RunnerBroken
 from percore._protocol.messages import Kind
 from percore._scheduler.keys import KEPT
+from percore._supervisor import call_registry
 from tests import jobs
 from tests.contract import stream_jobs
 from tests.counts import times
-from tests.unit.call_orders import Case, World, watched, world
+from tests.unit.call_orders import Case, World, stroll, watched, world
 
 pytestmark = pytest.mark.asyncio_only
 
@@ -241,6 +243,7 @@ def steps_of(one: World, waiting: list[Any]) -> dict[str, Callable[[], object]]:
         "SIGTERM": in_turn(second._drain, second.channel.receive),
         "death": in_turn(first.kill, first.exit),
         "statistics": one.runner.statistics,
+        "close": lambda: one.begin_soon("cuts", one.runner.aclose(grace=0)),
     }
 
 
@@ -260,6 +263,8 @@ def test_no_step_takes_longer_because_many_calls_wait(subtests: pytest.Subtests)
                 with subtests.test(step=name, has_keys=has_keys):
                     assert most_calls(one, step) < MOST_CALLS
             one.calls[:] = waiting
+            with subtests.test("the close ends them all", has_keys=has_keys):
+                assert all(call.done() for call in waiting[times(3000, 300_000) // 10 :])
 
 
 # Time in which nobody runs
@@ -301,3 +306,31 @@ def test_l5_a_loop_that_stands_still_costs_no_worker_and_no_call(seconds: float)
         serve(one)
         assert [call.result() for call in calls] == [*range(6)]
         assert one.runner.statistics().restarts == 0
+
+
+def test_calls_that_wait_at_a_close_end_in_pieces_whatever_happens_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece ends one call: calls of many keys, retries and plain ones, cancellations, deaths and a second close."""
+    monkeypatch.setattr(call_registry, "PIECE", 1)
+    chance = random.Random(3)
+    case = Case({"dies": 2, "cancels": 3, "closes": 1, "cuts": 1, "drains": 1}, 9, keys=("a", "b", "a"), of_call={"retries": 1})
+    for kind in (Kind.TASK, Kind.THREAD):
+        for workers in (1, 2):
+            one = case._replace(kind=kind, workers=workers, options={"concurrency": 1, "threads": 1})
+            for _ in range(20):
+                stroll(one, chance.randrange)
+
+
+def test_calls_end_in_pieces_when_no_worker_can_be_started_any_more() -> None:
+    with two_workers() as one:
+        count = 2 * call_registry.PIECE + 10
+        with one.loop.running():
+            waiting = [one.runner.submit(jobs.aecho, number) for number in range(count)]
+        supervisor = one.supervisor
+        with one.loop.running():
+            supervisor.fail(RunnerBroken(10, None, "on purpose"))
+        ended = sum(call.done() for call in waiting)
+        assert ended == call_registry.PIECE
+        one.loop.settle()
+        assert [type(call.exception()) for call in waiting if call.done()] == [RunnerBroken] * (count - 8)
+        serve(one)  # those in the workers
+        assert all(call.done() for call in waiting)

@@ -15,6 +15,7 @@ the workers already hold and for one call or batch of every other queue.
 were queued ahead.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic
@@ -23,7 +24,7 @@ from percore._protocol.messages import Kind
 from percore._scheduler.choice import Choice
 from percore._scheduler.key_names import Names
 from percore._scheduler.keys import Keys
-from percore._scheduler.lanes import Gate, Lanes, purge
+from percore._scheduler.lanes import Gate, Lanes, move, purge
 from percore._scheduler.levels import DEEPEST, Levels
 from percore._scheduler.places import AHEAD, room_of
 from percore._scheduler.queues import C, Queue, S
@@ -408,18 +409,17 @@ class Dispatch(Generic[C, S]):
                     return call, seat
         return None
 
-    def withdraw(self, into: list[C]) -> None:
-        """Move all waiting calls to `into`, and cancelled ones with them.
+    def withdraw(self, into: list[C], most: int = sys.maxsize) -> bool:
+        """Move all waiting calls to `into`, until it has `most`, and cancelled ones with them. Return whether more may wait.
 
-        After an error, each call either is in `into` or waits. Call this again to move the rest.
+        After an error, too, each call either is in `into` or waits. Call this again to move the rest.
         """
         for queue in (*self.singles, *self._maps):
-            while queue.calls:
-                into.append(queue.calls.popleft())
-            queue.ended = 0
-            self.keys.forget(queue, into)
-            while queue.batches and (batch := queue.batches.pop(1)) is not None:
+            move(queue, into, most - len(into))
+            self.keys.forget(queue, into, most)
+            while len(into) < most and queue.batches and (batch := queue.batches.pop(1)) is not None:
                 into.append(batch)
+        return len(into) >= most or any(queue.calls or queue.lanes for queue in (*self.singles, *self._maps))
 
     def calls(self) -> Iterator[C]:
         """Yield all waiting calls, and cancelled ones with them, but no items that wait to be sent in batches.

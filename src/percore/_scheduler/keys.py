@@ -15,12 +15,14 @@ An idle key has no running and no waiting calls. It is kept for its next call, w
 more than a call. At most `KEPT` idle keys are kept, or as many as there are other keys, whichever is more.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import islice
 from typing import Final, Generic
 
 from percore._scheduler.key_names import Name
-from percore._scheduler.lanes import C, Gate, Key, Lane, Lanes, S, purge
+from percore._scheduler.lanes import C, Gate, Key, Lane, Lanes, S, move, purge
 
 _WORD: Final = (1 << 64) - 1
 KEPT: Final = 1024
@@ -65,12 +67,16 @@ class Keys(Generic[C, S]):
         """The queues that have lanes."""
         self._gates: dict[Hashable, Gate[C, S]] = {}
         """The gates of the keys that have a rate, idle or not."""
-        self.strays: deque[Lane[C, S]] = deque()
-        """Lanes that `settle` has to list again. They count as listed."""
+        self.strays: deque[deque[Lane[C, S]]] = deque()
+        """Lanes that `settle` has to list again, as the lists in which they were. They count as listed."""
 
     def __len__(self) -> int:
         """Number of keys with calls waiting or under way."""
         return sum(not key.is_idle() for key in self._keys.values())
+
+    def running(self) -> dict[Hashable, int]:
+        """How many calls of each key are under way."""
+        return {name: key.running for name, key in self._keys.items()}
 
     def _home(self, name: Hashable) -> S | None:
         seats = self._seats
@@ -253,7 +259,7 @@ class Keys(Generic[C, S]):
             lane.queue.by_seat[key.seat].append(lane)  # type: ignore[index]  # a seated key has a worker
         elif not key.running:  # there is no worker: the lane is listed when one is added
             lane.is_listed = True
-            self.strays.append(lane)
+            self._stray(lane)
             return False
         elif key.seat in self._resting:
             self._held_back[lane] = None
@@ -400,21 +406,22 @@ class Keys(Generic[C, S]):
             self._note(key)
         return listed
 
-    def forget(self, queue: Lanes[C, S], into: list[C]) -> None:
-        """Move all waiting calls of this queue to `into`, and cancelled ones with them. The queue may be used again.
+    def forget(self, queue: Lanes[C, S], into: list[C], most: int = _WORD) -> None:
+        """Move all waiting calls of this queue to `into`, until it has `most`, and cancelled ones with them.
 
-        After an error, each call either is in `into` or waits. Call this again to move the rest.
+        After that, or an error, each call either is in `into` or waits. Call this again to move the rest. When no call waits any
+        more, the queue may be used again.
         """
         queue.by_seat.clear()
-        for name, lane in list(queue.lanes.items()):
-            queue.count -= len(lane.calls) - lane.ended
-            lane.ended = 0
-            while lane.calls:
-                into.append(lane.calls.popleft())
+        for name, lane in list(islice(queue.lanes.items(), min(most, sys.maxsize))):
+            queue.count -= move(lane, into, most - len(into))
+            if lane.calls:
+                return
             self._note(lane.key)
             lane.key.lanes.pop(queue, None)
             queue.lanes.pop(name, None)
-        self._queues.pop(queue, None)
+        if not queue.lanes:
+            self._queues.pop(queue, None)
 
     def seated(self, seats: Iterable[S], resting: Iterable[S] = ()) -> Iterable[Lanes[C, S]]:
         """Set the workers that take calls, and those that rest. Return the queues from which a call may be sent now.
@@ -429,15 +436,32 @@ class Keys(Generic[C, S]):
         self.round += 1
         self.changes += 1
         for queue in list(self._queues):
-            for lanes in list(queue.by_seat.values()):
-                self.strays.extend(lanes)
+            # The lists themselves, not their lanes one by one: there may be a million.
+            self.strays.extend(lanes for lanes in list(queue.by_seat.values()) if lanes)
             queue.by_seat.clear()
         held_back, self._held_back = self._held_back, {}
         for lane in held_back:
             if lane.calls and not lane.is_listed:
                 lane.is_listed = True
-                self.strays.append(lane)
+                self._stray(lane)
         return self.settle()
+
+    def _stray(self, lane: Lane[C, S]) -> None:
+        if self.strays:
+            self.strays[-1].append(lane)
+        else:
+            self.strays.append(deque([lane]))
+
+    def _next_stray(self) -> Lane[C, S] | None:
+        while self.strays:
+            lanes = self.strays[0]
+            if lanes:
+                lane = lanes.popleft()
+                if not lanes and self.strays and self.strays[0] is lanes:
+                    self.strays.popleft()
+                return lane
+            self.strays.popleft()
+        return None
 
     def _let_go(self, gone: set[S]) -> None:
         """Let idle keys refer to none of these workers. Else each of a thousand keys might keep what is left of a dead one."""
@@ -453,10 +477,10 @@ class Keys(Generic[C, S]):
     def settle(self) -> Iterable[Lanes[C, S]]:
         """List the next piece of the lanes that have to be listed again. Return the queues from which a call may be sent now."""
         listed: dict[Lanes[C, S], None] = {}
-        for _ in range(min(PIECE, len(self.strays)) if self._seats else 0):
-            if not self.strays:
+        for _ in range(PIECE if self._seats else 0):
+            lane = self._next_stray()
+            if lane is None:
                 break
-            lane = self.strays.popleft()
             lane.is_listed = False
             key = lane.key
             if key.round != self.round:

@@ -105,6 +105,25 @@ def purge(waiting: Waiting[C]) -> None:
             waiting.calls.append(call)
 
 
+def move(waiting: Waiting[C], into: list[C], room: int) -> int:
+    """Move up to `room` calls to `into`, and cancelled ones with them. Return how many of them were not cancelled.
+
+    After an error, each call either is in `into` or waits.
+    """
+    calls, live = waiting.calls, 0
+    while calls and room > 0:
+        call = calls.popleft()
+        into.append(call)
+        room -= 1
+        if waiting.ended and call.done():
+            waiting.ended -= 1
+        else:
+            live += 1
+    if not calls:
+        waiting.ended = 0
+    return live
+
+
 class Lane(Generic[C, S]):
     """The waiting calls of one key in one queue."""
 

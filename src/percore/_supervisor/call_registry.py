@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from percore._supervisor.rates import Rates
 
 
+PIECE: Final = 500
+"""Calls that one iteration of the loop ends when a runner closes or breaks: a millisecond or two of work."""
+
 READ: Final[tuple[Any, ...]] = (Ellipsis,)
 """The body of a call whose arguments were read and released: no other worker can run it."""
 
@@ -87,6 +90,8 @@ class CallRegistry:
         """The supervisor sets it."""
         self.loose: set[PendingCall] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
+        self.is_refusing = False
+        """Whether the next iteration of the loop ends further calls that wait, since no more may begin."""
         self.watch: Watch
         """Armed whenever calls are sent. The pool sets it."""
         self._progress = progress
@@ -414,10 +419,17 @@ class CallRegistry:
         faults.finish()
 
     def refuse_waiting(self) -> None:
-        """End all calls that wait for a worker."""
+        """End all calls that wait for a worker: some hundred now, and the others in the next iterations of the loop."""
+        if self.is_refusing:
+            return
         calls: list[PendingCall] = []
         faults = Faults("calls that nobody will run were ended")
-        faults.surely(lambda: self.dispatch.withdraw(calls))
+        has_more = True
+        with faults:
+            has_more = self.dispatch.withdraw(calls, PIECE)
+        if faults.last is not None:
+            with faults:
+                has_more = self.dispatch.withdraw(calls, PIECE)
         faults.surely(lambda: calls.extend(self.broadcasts.withdraw()))
         self.loose.update(calls)
         for call in calls:
@@ -426,7 +438,15 @@ class CallRegistry:
             if faults.last is not None:
                 self.give_up(call, faults.last, faults)
         self.loose.difference_update(calls)
+        if has_more:
+            self.is_refusing = True
+            self.loop.call_soon(self._refuse_more)
         faults.finish()
+
+    def _refuse_more(self) -> None:
+        self.is_refusing = False
+        self.refuse_waiting()
+        self._progress.look_idle()
 
     def waiting(self) -> int:
         """Return the number of calls that wait for a place or for their next attempt."""

@@ -122,7 +122,7 @@ class Closing:
             self._expect_nobody()
         elif self._calls.dispatch.waiting() and not self._pool.can_begin():  # those that drain may wait for these very calls
             self._calls.refuse_waiting()
-        if self._gone is None:
+        if self._gone is None or self._calls.is_refusing:
             return
         due = self._phase.due(has_calls=self.unfinished(), has_workers=has_workers)
         if due is PhaseEvent.FINISH:

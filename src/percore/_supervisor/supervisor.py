@@ -205,6 +205,8 @@ class Supervisor:
         return sum(bool(member.calls) for member in self.members), len(self.slots)
 
     def _dispatch(self) -> None:
+        if not self.phase.begins:  # the calls that wait are about to be ended
+            return
         send = self.calls.send_waiting
         send(Kind.TASK)
         send(Kind.THREAD)
