@@ -19,6 +19,9 @@ import pytest_asyncio
 from percore._runner import early
 from tests import leaks, order, rows, warm
 
+# Runners audit themselves, also those of programs under test.
+os.environ["PERCORE_DEBUG"] = "1"
+
 # A shell that starts this in the background has SIGINT ignored, which every program under test would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -125,10 +128,19 @@ def loop_is_guarded(request: pytest.FixtureRequest, nothing_left: None) -> None:
 
 
 @pytest_asyncio.fixture
-async def guarded_loop() -> AsyncIterator[None]:
-    """Fail the test that leaves an asyncio task pending; make its time limit end the loop."""
+async def guarded_loop(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Fail the test that leaves an asyncio task pending, or whose loop reports an error; make its time limit end the loop.
+
+    A test whose loop has to report errors sets a handler of its own, or has the mark `loop_reports`.
+    """
     before = asyncio.all_tasks()
-    asyncio.get_running_loop().set_exception_handler(_end_when_time_is_up)
+    reported: list[dict[str, Any]] = []
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        reported.append(context)
+        _end_when_time_is_up(loop, context)
+
+    asyncio.get_running_loop().set_exception_handler(handle)
     yield
     for _ in range(3):  # turns of the loop, not time: callbacks of what has ended are still queued
         await asyncio.sleep(0)
@@ -136,6 +148,8 @@ async def guarded_loop() -> AsyncIterator[None]:
     left = [task for task in asyncio.all_tasks() - before if task is not current]
     if left:
         pytest.fail("the test left tasks pending:\n  " + "\n  ".join(map(repr, left)), pytrace=False)
+    if reported and request.node.get_closest_marker("loop_reports") is None:
+        pytest.fail("the loop reported:\n  " + "\n  ".join(map(repr, reported)), pytrace=False)
 
 
 def _end_when_time_is_up(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ QUIET = 50
 
 
 def main() -> int:
+    os.environ["PERCORE_DEBUG"] = "1"  # the programs audit themselves; what they find is said on stderr
     is_over_nodes = "--nodes" in sys.argv[1:]
     kills = int(os.environ.get("CHAOS_KILLS") or (200 if is_over_nodes else 1000))
     seed = os.environ.get("CHAOS_SEED") or str(int.from_bytes(os.urandom(3), "big"))

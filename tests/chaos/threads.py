@@ -26,6 +26,7 @@ from typing import Any, Final
 import percore
 from percore._common.system import new_loop
 from tests import leaks
+from tests.complaints import Complaints
 from tests.internals import current_member, members_of
 
 LIMIT: Final = 30.0
@@ -233,6 +234,8 @@ def main() -> int:
     kills = int(os.environ.get("CHAOS_KILLS") or 300)
     seed = os.environ.get("CHAOS_SEED") or str(int.from_bytes(os.urandom(3), "big"))
     logging.getLogger("percore").setLevel(logging.ERROR)
+    found = Found()
+    Complaints(found.breaches.append)
     warnings.filterwarnings("ignore", 'engine="threads"', RuntimeWarning)
 
     def tell(line: str) -> None:
@@ -240,7 +243,7 @@ def main() -> int:
         sys.stdout.flush()
 
     tell(f"chaos of threads: {kills} kills, CHAOS_SEED={seed}")
-    found, began = Found(), time.monotonic()
+    began = time.monotonic()
     asyncio.run(_rounds(seed, kills, found, tell))
     for name, counts in (("strikes", found.strikes), ("calls", found.outcomes)):
         tell(f"  {name:<12} " + ", ".join(f"{count} {kind}" for kind, count in counts.most_common()))

@@ -27,6 +27,7 @@ from percore._scheduler.lifecycle import State
 from tests.chaos import calls
 from tests.chaos.load import ENDLESS, Load
 from tests.chaos.program import state_of
+from tests.complaints import Complaints
 from tests.e2e.fault_programs import say
 from tests.internals import current_member, members_of, slots_used
 from tests.log_jobs import say as say_in_log
@@ -264,10 +265,14 @@ class Program:
 def main() -> None:
     """Work until standard input ends."""
     engine, seed, folder = sys.argv[1:]
-    logging.getLogger("percore").setLevel(logging.CRITICAL)
+    logging.getLogger("percore").setLevel(logging.ERROR)
+    mistakes: list[str] = []
+    Complaints(mistakes.append)
     warnings.filterwarnings("ignore", 'engine="threads"', RuntimeWarning)
     with calls.entering(folder, f"{os.getpid()} 0") if engine == "threads" else contextlib.nullcontext():
         asyncio.run(Program(engine, seed, Path(folder)).run())
+    if mistakes:
+        sys.exit(f"! {len(mistakes)} mistakes, the first: {mistakes[0]}")
 
 
 if __name__ == "__main__":

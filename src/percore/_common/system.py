@@ -61,6 +61,11 @@ def metrics_wanted() -> bool:
     return os.environ.get("PERCORE_METRICS") != "0"
 
 
+def debug_wanted() -> bool:
+    """Whether runners that start now audit themselves: PERCORE_DEBUG is 1."""
+    return os.environ.get("PERCORE_DEBUG") == "1"
+
+
 def uvloop_wanted() -> bool:
     """Whether the default loop of workers may be uvloop. It must also be installed."""
     return "uvloop" not in _without

@@ -93,7 +93,7 @@ class Pool:
         self.last_report = ""
         """The last report of a worker that could not start or whose lifespan failed, or of a worker killed in its start."""
         self.changes = PoolChanges(self, engine, calls.phase, options.start_timeout)
-        self._opened_at: float | None = None
+        self.opened_at: float | None = None
         """When all workers were ready for the first time, as a time of the loop."""
         self._burials = Burials(self, calls, nested, keeper, observer)
         engine.on_place = self._has_place
@@ -119,8 +119,8 @@ class Pool:
             for slot in self.slots:
                 self._spawn(slot)
             await ready()
-        self._opened_at = self._loop.time()
-        workers_are_ready(len(self.slots), self._opened_at - began)
+        self.opened_at = self._loop.time()
+        workers_are_ready(len(self.slots), self.opened_at - began)
 
     def _spawn(self, slot: WorkerSlot) -> None:
         """Start a worker for the slot."""
@@ -162,10 +162,10 @@ class Pool:
         if self.memory_watch is not None:
             self.memory_watch.arm()
         self._keeper.workers_changed()
+        self.lifecycles.look(member)
         member.attach(member.worker, self._calls.shares)
         if self._calls.limits.is_in_use:
             member.limit()
-        self.lifecycles.look(member)
         broke, advance = lambda error: self._broke(member, error), self._keeper.advance
         member.worker.channel.open(self._outcomes.receiver(member), broke, advance)
         worker_starts(member)
@@ -438,8 +438,8 @@ class Pool:
 
     def say_ended(self) -> None:
         """Log what the workers have done, unless their start has failed, which raised. To be called when none is left."""
-        if self._opened_at is not None:
-            workers_have_ended(self.all_slots, self._loop.time() - self._opened_at)
+        if self.opened_at is not None:
+            workers_have_ended(self.all_slots, self._loop.time() - self.opened_at)
 
     def stop_timers(self) -> None:
         """Cancel all starts that are delayed or wait for a place."""

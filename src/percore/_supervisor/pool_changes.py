@@ -75,6 +75,11 @@ class PoolChanges:
         self._waits_until: float | None = None
         """Until when awaited workers may wait for places, as a time of the loop; None: none waits for one."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a reload or a resize runs."""
+        return self._turn.locked()
+
     async def reload(self) -> None:
         """Replace every worker by one that was started after this call.
 

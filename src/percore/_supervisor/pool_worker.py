@@ -339,6 +339,17 @@ class PoolWorker:
         self.load[kind] += 1
         self._moved(kind, -1)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether `attach` has succeeded."""
+        return hasattr(self, "tell")
+
+    @property
+    def aside(self) -> tuple[int, int]:
+        """By kind, the number of calls that have given their places back while they wait."""
+        tasks, plain = self._aside
+        return tasks, plain
+
     def has_place(self, kind: int, places: int) -> bool:
         """Return whether fewer than `places` calls of this kind have places here."""
         return self._held()[kind] < places

@@ -20,7 +20,7 @@ from percore._calls.policy import Policy
 from percore._calls.shared_objects import Shares
 from percore._common.log import Faults
 from percore._common.options import RunnerOptions
-from percore._common.system import IS_FREE_THREADED, metrics_wanted
+from percore._common.system import IS_FREE_THREADED, debug_wanted, metrics_wanted
 from percore._common.worker_errors import RunnerBroken
 from percore._protocol.interfaces import Engine
 from percore._protocol.messages import Kind
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from percore._monitor.usage import ProcessUsage
     from percore._protocol.interfaces import Worker
     from percore._supervisor.admission import Admission
+    from percore._supervisor.audit import Audit
     from percore._supervisor.hard_limits import HardLimits
     from percore._supervisor.pool_worker import PoolWorker
     from percore._supervisor.rates import Rates
@@ -96,6 +97,7 @@ class Supervisor:
         self.calls.watch = watch
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, watch, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
+        self._audit = self._new_audit() if debug_wanted() else None
 
     # Parts that few runners need are imported for those that do: so the start of the others takes less time.
 
@@ -119,12 +121,17 @@ class Supervisor:
 
         return Rates(self.loop, self.dispatch, self, sees_starts=self.engine.sees_starts)
 
+    def _new_audit(self) -> "Audit":
+        from percore._supervisor.audit import Audit
+
+        return Audit(self.loop, self.calls, self.pool)
+
     def _reclaiming(self, loop: asyncio.AbstractEventLoop, rouse: "Callable[[], object]") -> "Reclaiming":
         from percore._supervisor.reclaiming import Reclaiming
 
         return Reclaiming(loop, self, self._publication, rouse)
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: C901  # steps in a row
         """Send all calls that can be sent now, and let a closing check whether it can go on.
 
         To be called when calls or workers have ended, and when workers have sent messages or read some.
@@ -147,6 +154,8 @@ class Supervisor:
                 self._dispatch()
             if self.phase.is_closing:
                 self.closing.look()
+            if self._audit is not None:
+                self._audit.look()
         except BaseException as error:
             faults, calls = Faults("calls were sent to workers"), self.calls
             faults.note(error)
