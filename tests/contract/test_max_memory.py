@@ -104,6 +104,17 @@ async def test_a_worker_over_the_limit_is_replaced_behind_a_ready_one(make: Make
         assert record.levelno == logging.INFO
 
 
+async def test_t4_workers_that_reach_the_limit_together_are_replaced_behind_ready_ones(make: MakeRunner) -> None:
+    async with make(2, max_memory_per_worker=LIMIT, threads=1) as runner:
+        with seats_at_each_change(runner) as seats:
+            assert len(await runner.broadcast(jobs.hoard, MUCH)) == 2
+            for index in range(2):
+                await replaced(runner, 2, index)
+            assert min(seats) >= 2, "less workers took calls meanwhile"
+        statistics = runner.statistics()
+        assert (statistics.failed, statistics.restarts) == (0, 2)
+
+
 async def test_its_calls_go_on_and_it_has_one_successor_until_it_has_ended(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1, max_memory_per_worker=LIMIT, threads=2) as runner:
         samples = Samples(runner)

@@ -101,6 +101,60 @@ async def _first_process(method: Any) -> None:
     say("child", child.wait())
 
 
+# Process ids that come again
+
+
+def bystander(loop: str, method: str) -> None:
+    run(loop, _bystander(method))
+
+
+async def _bystander(method: Any) -> None:
+    for way in ("reload", "close") if method == "forkserver" else ("close",):
+        runner = percore.Runner(2, start_method=method, blocked_after=0.1, kill_after=0.5)
+        await runner.start()
+        pid = runner.statistics().workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        _gone(pid, method)
+        other = _with_pid(pid)  # the program has not heard of the death: its loop has not run
+        say(way, other is not None)
+        if other is None:
+            await runner.aclose()
+            continue
+        if way == "reload":
+            await runner.reload()
+            assert await serves(runner)
+            await runner.usage()
+        await runner.aclose(grace=0)
+        say("lives", other.poll() is None)
+        other.kill()
+        other.communicate()
+
+
+def _gone(pid: int, method: str) -> None:
+    """Wait until a dead worker is reaped: by the fork server, or by careless code of the program."""
+    if method == "spawn":
+        os.waitpid(pid, 0)
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.001)
+
+
+def _with_pid(pid: int) -> "subprocess.Popen[bytes] | None":
+    """Start a process with this pid. None: the system does not let this program choose."""
+    for _ in range(100):
+        try:
+            with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+                file.write(str(pid - 1))
+        except OSError:
+            return None
+        process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.communicate()
+    return None
+
+
 # Children that somebody else reaps
 
 

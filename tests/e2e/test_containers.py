@@ -66,6 +66,17 @@ def test_p9_the_first_process_of_a_container(loop: str, method: str, tmp_path: P
     silent(program)
 
 
+@both_methods
+def test_t2_a_process_that_gets_the_pid_of_a_dead_worker_is_left_alone(method: str, tmp_path: Path) -> None:
+    need("pid")
+    with judged("unshared", "pid", "bystander", "asyncio", method, stderr=tmp_path / "stderr") as program:
+        for way in ("reload", "close") if method == "forkserver" else ("close",):
+            if not program.told(way):
+                pytest.skip("nobody may choose process ids here")
+            assert program.told("lives")
+    silent(program)
+
+
 @pytest.mark.parametrize(
     ("story", "method"),
     [("thief", "spawn"), ("ignored", "forkserver"), *repeated_rows(("thief", "forkserver"), ("ignored", "spawn"))],

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -267,6 +268,25 @@ def test_r5_without_memfd_and_room_for_a_worker_the_start_fails(disk: None, prog
     assert "No space left on device" in running.told("refused")
     assert running.told("left") == []
     ends_well(running)
+
+
+# R8
+
+
+@pytest.mark.asyncio_only
+@pytest.mark.own_fork_server
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+async def test_r8_a_limit_on_the_size_of_files_fails_a_start_and_leaves_nothing(method: Any) -> None:
+    """It holds for memory without a name, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises((OSError, percore.StartupFailed), match="File too large"):
+            await percore.Runner(1, start_method=method).start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    async with percore.Runner(1, start_method=method) as runner:
+        assert await runner.run(abs, -1) == 1
 
 
 # R6

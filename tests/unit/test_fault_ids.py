@@ -89,16 +89,10 @@ NEW: dict[str, tuple[str, str]] = {
 """The faults of the newer parts, each with what happens and the test that has it: here the rows name the tests."""
 
 OTHERS: dict[str, tuple[str, str]] = {
-    "r8": ("no address space, no thread", "e2e/test_limits.py::test_r4_what_is_larger_than_the_address_space_fails_alone"),
     "r10": ("a system without pidfds", "e2e/test_launch.py::test_exit_codes_without_what_other_systems_lack_in_silence"),
     "l1": ("a blocked loop", "contract/test_blocked_loops.py::test_a_blocked_loop_is_reported_with_its_stack_and_its_end"),
     "l2": ("C code that holds the GIL", "contract/test_blocked_loops.py::test_c_code_that_holds_the_gil_is_shown_by_its_caller"),
     "t1": ("the clock of the wall jumps: nobody reads it", "unit/test_layers.py::test_never_reads_the_wall_clock"),
-    "t2": ("a signal after the end", "e2e/test_launch.py::test_kill_before_the_pid_is_known_and_after_the_end"),
-    "t4": (
-        "all workers reach their limit of memory",
-        "contract/test_max_memory.py::test_a_worker_over_the_limit_is_replaced_behind_a_ready_one",
-    ),
     "m4": ("a stream is left half-way", "contract/test_stream_ends.py::test_aclose_waits_for_the_remote_finally"),
     "m5": ("a death in a stream", "contract/test_stream_ends.py::test_a_death_gives_what_was_sent_then_worker_died"),
     "v1": ("nothing listens", "e2e/test_security.py::test_nothing_of_a_runner_has_a_name_listens_or_shows_arguments"),
@@ -116,10 +110,12 @@ OTHERS: dict[str, tuple[str, str]] = {
 IDS = [
     *(
         f"{letter}{number}"
-        for letter, last in {"k": 16, "p": 9, "s": 8, "b": 5, "c": 6, "x": 7, "m": 3, "r": 7}.items()
+        for letter, last in {"k": 16, "p": 9, "s": 8, "b": 5, "c": 6, "x": 7, "m": 3, "r": 8}.items()
         for number in range(1, last + 1)
     ),
+    "t2",
     "t3",
+    "t4",
     "l3",
     "l4",
     "l5",
