@@ -81,7 +81,9 @@ class _Tracing:
         attributes = _attributes(fn)
         if isinstance(key, str | int | float):  # the repr of others would run their code
             attributes["percore.key"] = key
-        span = self._tracer.start_span(qualified_name(fn), kind=SpanKind.CLIENT, attributes=attributes)
+        span = self._begun(fn, SpanKind.CLIENT, attributes)
+        if span is None:
+            return _Span(self.carrier(), trace.INVALID_SPAN)
         carrier: Carrier = {}
         propagate.inject(carrier, context=trace.set_span_in_context(span))
         return _Span(carrier, span)
@@ -102,18 +104,26 @@ class _Tracing:
         }
         if items > 1:
             attributes["percore.items"] = items
-        with self._tracer.start_as_current_span(
-            qualified_name(fn),
-            kind=SpanKind.SERVER,
-            attributes=attributes,
-            record_exception=False,
-            set_status_on_exception=False,
-        ) as span:
-            try:
+        span = self._begun(fn, SpanKind.SERVER, attributes)
+        if span is None:
+            yield _ignore
+            return
+        end = _Span({}, span)
+        try:
+            with trace.use_span(span, record_exception=False, set_status_on_exception=False):
                 yield partial(_failed, span)
-            except BaseException as error:
-                _failed(span, error)
-                raise
+        except BaseException as error:
+            end.ended(error)
+            raise
+        end.ended(None)
+
+    def _begun(self, fn: Callable[..., Any], kind: SpanKind, attributes: dict[str, Any]) -> trace.Span | None:
+        """Begin a span. None: the user's sampler or span processor has raised, which is no error of the call."""
+        try:
+            return self._tracer.start_span(qualified_name(fn), kind=kind, attributes=attributes)
+        except Exception as failure:
+            report(logging.ERROR, "a span could not be begun", exc_info=failure)
+            return None
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry import baggage, context
+from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
 import percore
@@ -17,6 +17,7 @@ from percore import WorkerDied
 from percore.opentelemetry import instrument, uninstrument
 from tests import jobs, variables
 from tests import traced_jobs as traced
+from tests.contract import stream_jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
@@ -309,3 +310,42 @@ async def test_a_span_processor_that_raises_costs_no_call_its_end(caplog: pytest
     assert {record.getMessage() for record in caplog.records if record.levelname == "ERROR"} == {
         "percore: a span could not be ended"
     }
+
+
+class Broken(SpanProcessor):
+    """Raises at the beginning or at the end of each span, while it is told to."""
+
+    at = ""
+
+    def on_start(self, span: ReadableSpan, parent_context: context.Context | None = None) -> None:
+        if self.at == "start":
+            raise LookupError(span.name)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if self.at == "end":
+            raise LookupError(span.name)
+
+
+async def test_a_span_processor_that_raises_in_workers_costs_no_call_and_no_worker(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    """The items of a batch share a span, which ends when all of them have been answered."""
+    provider, broken = trace.get_tracer_provider(), Broken()
+    assert isinstance(provider, TracerProvider)
+    provider.add_span_processor(broken)
+    try:
+        for broken.at, text in (("start", "a span could not be begun"), ("end", "a span could not be ended")):
+            caplog.clear()
+            with subtests.test(broken.at):
+                async with FakeRunner(1, lifespan=traced.exporting) as runner:
+                    assert await runner.run(jobs.echo, 1) == 1
+                    assert await runner.run(jobs.aecho, 1) == 1
+                    assert await asyncio.wait_for(runner.map(jobs.echo, range(300)), 20) == list(range(300))
+                    assert [item async for item in runner.stream(stream_jobs.numbers, 3)] == [0, 1, 2]
+                    assert [item async for item in runner.stream(stream_jobs.anumbers, 3)] == [0, 1, 2]
+                    with pytest.raises(ValueError, match="invalid literal"):
+                        await runner.run(int, "one")
+                    assert runner.statistics().restarts == 0
+                assert {one.getMessage() for one in caplog.records if one.levelname == "ERROR"} == {f"percore: {text}"}
+    finally:
+        broken.at = ""

@@ -390,6 +390,10 @@ SENTENCES: Final[dict[str, Use]] = {
     "percore runs on Linux and macOS, not on Windows, which lacks the file descriptors and signals that percore "
     "needs. On Windows, use WSL 2": at("tests/e2e/test_hosts.py::test_windows_is_told_what_is_supported", "not on Windows"),
     "module … has no attribute …": lambda _: module.Nothing,
+    "a span could not be begun": at(
+        "tests/contract/test_opentelemetry.py::test_a_span_processor_that_raises_in_workers_costs_no_call_and_no_worker",
+        "a span could not be begun",
+    ),
     "a span could not be ended": at(
         "tests/contract/test_opentelemetry.py::test_a_span_processor_that_raises_costs_no_call_its_end", "a span could not be ended"
     ),
