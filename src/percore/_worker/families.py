@@ -7,9 +7,12 @@ lets another thread run in its place (`Threads.step_aside`), and goes on once it
 
 import asyncio
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from percore._common.errors import RemoteError, shown
@@ -30,6 +33,7 @@ from percore._protocol.messages import (
 from percore._protocol.nested_calls import CALLER_ENDED, NestedRequest
 from percore._serialization.exceptions import load_exception
 from percore._worker.plain_calls import caller_overran
+from percore._worker.threads import Threads
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import Send, WorkerChannel
@@ -88,7 +92,7 @@ class Family:
     def __init__(self, families: "Families", call_id: int) -> None:
         self.families = families
         self.call_id = call_id
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a garbage collection under it may run code that makes or withdraws a nested call
         self._waiting = threading.Lock()
         """Not `lock`, which the loop takes: a thread holds this one until it has its place again."""
         self.children: dict[int, Child] = {}
@@ -164,8 +168,17 @@ class Family:
             self.families.channel.loop.call_soon_threadsafe(end)
 
     def wait(self, until: Callable[[], object]) -> None:
-        """Call `until`, which blocks this thread. A thread of a plain call gives its place back meanwhile."""
+        """Call `until`, which blocks this thread. A thread of a plain call gives its place back meanwhile.
+
+        Raises:
+            RuntimeError: a garbage collection has run the code that waits, in the middle of a step of percore on which others wait.
+        """
         plain = self.families.plain
+        if _is_within(sys._getframe(1)):
+            raise RuntimeError(
+                "a `__del__` that a garbage collection has run waits for a call, in the middle of a step of percore that has to "
+                "end first: make such calls before, in a `with` block or a method that closes the object"
+            )
         with self._waiting:
             if not self.waits:
                 plain.step_aside(self.call_id & ID_MASK)
@@ -312,6 +325,25 @@ class Families:
         if op == ANSWER_ERROR:
             raise result
         return result
+
+
+_GUARDED: Final = frozenset(
+    step.__code__
+    for step in (*(Family.ask, Family.drop, Family.fail, Family.end, Family.wait), *(Threads.step_aside, Threads.come_back))
+)
+"""Steps of a thread that hold a lock on which other threads or the loop wait."""
+
+_CHANNELS: Final = tuple(os.path.join("percore", "_transport", f"{name}.py") for name in ("channel", "doorbell", "ring", "slots"))
+"""Files of such steps: what waits to be sent is not sent before they have ended."""
+
+
+def _is_within(frame: FrameType | None) -> bool:
+    """Whether a step that others wait for has been interrupted by the code that runs this."""
+    while frame is not None:
+        if frame.f_code in _GUARDED or frame.f_code.co_filename.endswith(_CHANNELS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def unloadable(what: str, error: Exception) -> RemoteError:
