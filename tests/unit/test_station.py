@@ -122,18 +122,18 @@ def test_a_result_that_is_not_there_is_not_announced(made: tuple[Any, Any]) -> N
 
 @pytest.mark.long
 def test_a_host_knows_how_far_its_clock_is_ahead_for_months() -> None:
-    """Its clock gains 50 microseconds in each second. A beat takes a while, and now and then seconds."""
+    """Its clock gains 50 microseconds in each second. A beat takes a while, and now and then seconds, until the next one comes."""
     chance, ahead, known = random.Random(1), 1000.0, ClockAhead()
     for beat in range(times(20_000, 3_000_000)):
         ahead += 50e-6
         late = chance.choice((0.0002, 0.001, 0.01, 3.0 if beat % 7 else 0.0002))
         known.heard(ahead + late)
-        assert beat < KEPT or abs(known.seconds - ahead) < 0.01
+        assert beat < KEPT or -0.01 < known.seconds - ahead < max(0.01, late + 1e-6)
 
 
-def test_a_host_hears_of_a_suspended_machine_within_some_beats() -> None:
+def test_a_host_knows_of_a_suspended_machine_with_the_next_beat() -> None:
     known = ClockAhead()
     for ahead in (5.0, -60.0, 5.0):  # the host's machine is suspended, then the program's
         for _ in range(2 * KEPT):
             known.heard(ahead)
-        assert known.seconds == ahead
+            assert known.seconds == ahead

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 KEPT: Final = 10
 """Beats after which the clocks are compared anew. There are ten in `lost_after` seconds."""
 
+STEP: Final = 0.25
+"""Seconds by which a beat is later than the best one before from which on the program's clock counts as one that stood still."""
+
 _FATES = 1000
 _BEGIN_BY = 4
 """The place of `begin_by` in the terms of a call."""
@@ -40,7 +43,10 @@ class ClockAhead:
     """What this machine's monotonic clock shows beyond the program's, as the latest beats tell.
 
     A beat tells when it was sent. The one that took the least time is the best. Those of long ago count no more: two clocks run
-    apart by seconds in a day, and the one of a suspended machine stands still.
+    apart by seconds in a day.
+
+    The clock of a suspended machine stands still. If that was the program's, each beat from then on is later than all before. If
+    only one was late, the next one is better, and counts.
     """
 
     def __init__(self) -> None:
@@ -49,7 +55,9 @@ class ClockAhead:
 
     def heard(self, difference: float) -> None:
         """Take a beat: the time here when it came, less the time there when it was sent."""
-        if self._beats == KEPT:
+        if difference > self.seconds + STEP:
+            self._before, self._least, self._beats = inf, inf, 0
+        elif self._beats == KEPT:
             self._before, self._least, self._beats = self._least, inf, 0
         self._beats += 1
         self._least = min(self._least, difference)
