@@ -49,7 +49,8 @@ class FakeRunner(percore.Runner):
 
     - `loop_factory`, `start_method`, `max_memory_per_worker` and `harden` have no effect: there is one loop, one memory and one
       process. A coroutine function that blocks its loop blocks the program.
-    - A worker that dies (`kill`, `die`) cancels its coroutines. A plain function runs on in its thread until it returns.
+    - A worker that dies (`kill`, `die`) cancels its coroutines. One that ignores this, and a plain function, run on until they
+      return.
     - A call that ends its process, for example by `os._exit`, ends the program.
 
     It takes the arguments of Runner.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,31 @@ async def test_the_loop_makes_tasks_as_before_when_the_last_fake_runner_has_clos
         assert await runner.run(jobs.echo, 1) == 1
         assert loop.get_task_factory() is not before
     assert loop.get_task_factory() is before
+
+
+LET_GO: dict[str, asyncio.Event] = {}
+
+
+async def ignore_cancellations() -> None:
+    LET_GO["begun"].set()
+    while not LET_GO["end"].is_set():
+        with suppress(asyncio.CancelledError):
+            await LET_GO["end"].wait()
+    LET_GO["ended"].set()
+
+
+async def test_a_coroutine_that_ignores_its_cancellation_keeps_no_runner_open() -> None:
+    LET_GO.update({name: asyncio.Event() for name in ("begun", "end", "ended")})
+    try:
+        async with FAKE(1, kill_after=0.01) as runner:
+            call = runner.submit(ignore_cancellations)
+            await LET_GO["begun"].wait()
+            await asyncio.wait_for(runner.aclose(grace=0), 20)
+        with pytest.raises(percore.RunnerClosed):
+            await call
+    finally:
+        LET_GO["end"].set()
+    await LET_GO["ended"].wait()
 
 
 async def test_a_task_factory_of_the_program_goes_on_making_tasks() -> None:

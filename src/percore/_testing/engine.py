@@ -1,7 +1,8 @@
 """An engine without processes: workers that live in the supervisor's own loop.
 
 The channel, its memory and bells, tasks, threads, the lifespan and pickles are real. A death is not: `kill` stops the serving and
-cancels its tasks, and threads run on until their call ends. The loop is the test's own, so no call may block it: see `pause`.
+cancels its tasks. Threads run on until their call ends, as do coroutines that ignore their cancellation. The loop is the test's
+own, so no call may block it: see `pause`.
 """
 
 import asyncio
@@ -26,6 +27,9 @@ from percore._transport.links import Links
 from percore._transport.worker_side import WorkerEnd
 from percore._worker.context import CurrentWorker, WorkerContext, of_task
 from percore._worker.worker import WorkerCore
+
+PATIENCE: Final = 0.5
+"""Seconds that coroutines have to end when their worker is killed. Those that ignore their cancellation run on."""
 
 _PIDS: Final = itertools.count(10_000_000)  # above what Linux gives: no process is ever meant
 _tasks: Final[dict[int, WeakSet[asyncio.Task[Any]]]] = {}
@@ -60,6 +64,17 @@ class _TaskFactory:
             current: Any = loop.get_task_factory()
             if current is self:
                 loop.set_task_factory(self._before)
+
+
+async def _ended(tasks: set[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+    """Wait for tasks that were cancelled. Return those that run on."""
+    if not tasks:
+        return tasks
+    done, stubborn = await asyncio.wait(tasks, timeout=PATIENCE)
+    for task in done:
+        if not task.cancelled():
+            task.exception()  # asyncio is not to report it
+    return stubborn
 
 
 def worker_of_pid(pid: int) -> "FakeWorker | None":
@@ -135,14 +150,14 @@ class FakeWorker:
         tasks = self._live_tasks() - {self._last}
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        stubborn = await _ended(tasks)
         self.core.server.stop()
         self._side.close()
-        if not is_killed or self.core.server.threads.is_idle():
+        if not stubborn and (not is_killed or self.core.server.threads.is_idle()):
             self.core.server.join()
             self._end.close()
         self._close_sockets()
-        # Else a call runs on in a thread, where a death would have ended it: the memory goes with the last of them.
+        # Else a call runs on where a death would have ended it: the memory goes with the last of them.
         del _tasks[self.pid]
         _living.pop(self.pid, None)
         self.loop.call_soon(self._on_exit, Exit(self.exitcode))
