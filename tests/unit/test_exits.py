@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
@@ -139,6 +140,16 @@ def test_sigterm_is_explained_by_the_state_in_which_it_came() -> None:
         State.STARTING: "by SIGTERM (terminated while it was starting)",
         State.DRAINING: "by SIGTERM (terminated while it was draining)",
     }
+
+
+def test_x5_a_fork_of_the_program_ends_no_worker_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the fork a timer of the loop may kill what was a worker, as if it were its own."""
+    killed: list[int] = []
+    copied: Any = SimpleNamespace(_owner=os.getppid(), _lock=threading.Lock(), _alive=True, pid=1)
+    copied._lock.acquire()  # by a thread that the fork does not have
+    monkeypatch.setattr(os, "kill", lambda pid, _signum: killed.append(pid))
+    ThreadWatchedProcess.kill(copied)
+    assert killed == []
 
 
 def test_a_collection_that_kills_a_worker_as_it_is_reaped_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,22 @@ def test_a_socket_without_a_number_is_noticed() -> None:
 
 
 @needs_reuseport
+def test_p6_an_interrupt_as_a_socket_is_closed_leaves_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(sock: socket.socket) -> None:
+        sock.close()  # as the collector does with one that nobody has
+        raise KeyboardInterrupt
+
+    with opened(ANY, 3) as endpoint:
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(endpoints, "_end", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                endpoint.keep({0, 2})
+        endpoint.keep({0, 2})
+        endpoint.steer({2})
+        assert set(_dealt(endpoint, [0, 2])) == {2}
+
+
+@needs_reuseport
 def test_a_system_that_does_not_steer_deals_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steering, "_ATTACH", 999)
     with opened(ANY, 2) as endpoint:

@@ -1,15 +1,18 @@
 """The page of a runner: its format, and what becomes of it in a fork."""
 
+import json
 import os
+import zlib
 
 import pytest
 
 from percore._common.system import HAS_MEMFD
-from percore._monitor.page import NoPage, PageFile, decode, encode
+from percore._monitor.page import MAGIC, NoPage, PageFile, decode, encode
 
 
 def body(functions: int) -> dict[str, object]:
-    return {"pid": 1, "statistics": {"functions": [{"name": "f" * 1000} for _ in range(functions)]}}
+    statistics = {"functions": [{"name": "f" * 1000} for _ in range(functions)]}
+    return {"pid": 1, "number": 1, "program": "crawl.py", "statistics": statistics}
 
 
 def test_a_page_is_read_as_it_was_written() -> None:
@@ -33,6 +36,23 @@ def test_half_a_write_is_no_page() -> None:
     for cut in range(len(old)):
         with pytest.raises(NoPage):
             decode(old[:cut])
+
+
+def test_v10_what_another_program_has_written_in_place_of_a_page_is_none(subtests: pytest.Subtests) -> None:
+    wrong: list[dict[str, object]] = [{**body(0), name: []} for name in body(0)]
+    wrong += [{name: value for name, value in body(0).items() if name != left_out} for left_out in body(0)]
+    for found in wrong:
+        with subtests.test(str(found)), pytest.raises(NoPage):
+            decode(_page(json.dumps(found)))
+    for text in ("[" * 200_000, '{"pid": ', "7", '"', "\ud800"):
+        with subtests.test(text[:10]), pytest.raises(NoPage):
+            decode(_page(text))
+
+
+def _page(text: str) -> bytes:
+    """A page with this in place of its object."""
+    data = text.encode(errors="surrogatepass")
+    return MAGIC + len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little") + data
 
 
 def test_what_is_left_of_a_longer_page_does_not_count() -> None:

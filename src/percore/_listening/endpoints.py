@@ -184,12 +184,13 @@ class SplitEndpoint:
 
     def keep(self, slots: Collection[int]) -> None:
         for slot in self._socks.keys() - slots:
-            _end(self._socks.pop(slot))
+            sock = self._socks.pop(slot)
             number, last = self._order.index(slot), self._order.pop()
             if number < len(self._order):
                 self._order[number] = last  # as the kernel does
             if self._steered is not None:
                 self._steered = []  # the numbers have changed: steer again
+            _end(sock)  # last: if a Ctrl-C ends this, the numbers are right all the same
         if not self._socks:
             self.close()
 

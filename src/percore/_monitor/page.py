@@ -35,6 +35,9 @@ _HEAD: Final = len(MAGIC) + 8
 _MOST: Final = 1 << 20
 """Largest page in bytes. One with more functions shows the first ones."""
 
+_KINDS: Final = {"pid": int, "number": int, "program": str, "statistics": dict}
+"""What every version writes. A page is that of another program, which may be broken."""
+
 
 class NoPage(Exception):
     """What was read is no page, or one that is being written."""
@@ -98,10 +101,10 @@ def decode(data: bytes) -> dict[str, Any]:
         raise NoPage("it is being written")
     try:
         found = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NoPage("it holds no JSON") from error
-    if type(found) is not dict:
-        raise NoPage("it holds no object")
+    if type(found) is not dict or not all(type(found.get(name)) is kind for name, kind in _KINDS.items()):
+        raise NoPage("it holds no object, or not that of a page")
     return found
 
 

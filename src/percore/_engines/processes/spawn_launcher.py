@@ -96,6 +96,7 @@ class ThreadWatchedProcess:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, lifeline: Fd, on_exit: Callable[[int | None], None]) -> None:
         self.pid: int | None = pid
+        self._owner = os.getpid()
         self._loop = loop
         self._lifeline = lifeline
         self._on_exit = on_exit
@@ -111,6 +112,8 @@ class ThreadWatchedProcess:
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """Send a signal. Once the process is gone, do nothing."""
+        if os.getpid() != self._owner:  # a copy in a fork of the program, where the lock may be held for ever
+            return
         with self._lock:
             if self._alive and self.pid is not None:
                 with contextlib.suppress(ProcessLookupError):  # with SIGCHLD ignored, the kernel has reaped it already
