@@ -1,6 +1,6 @@
 """What other processes, files and logs can see of a runner: nothing that the user has not asked to show.
 
-The letters V1 to V13 are those of the threat model in SECURITY.md.
+`tests/unit/test_fault_ids.py` has the ids V1 to V13. SECURITY.md says what is promised.
 """
 
 import asyncio

@@ -117,6 +117,9 @@ async def test_metrics_are_what_prometheus_reads(over: Any) -> None:
         with pytest.raises(ValueError, match="failed"):
             await runner.run(jobs.afail, ValueError("failed"))
         text = (await get("/metrics"))[2]
+        for shown in (text, (await get("/statistics"))[2]):  # no argument, result or error
+            assert "xxx" not in shown
+            assert "ValueError" not in shown
     families = {family.name: family for family in text_string_to_metric_families(text)}
     done = [sample.value for sample in families["percore_calls_done"].samples if sample.name == "percore_calls_done_total"]
     assert done == [11]

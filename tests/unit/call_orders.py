@@ -589,8 +589,8 @@ def _after(case: Case, path: Path) -> set[object]:
     return following
 
 
-def stroll(case: Case, choose: Callable[[int], int], longest: int = 60) -> int:
-    """Take steps as they come, up to the end of a history. Return how many there were."""
+def stroll(case: Case, choose: Callable[[int], int], longest: int = 60) -> list[str]:
+    """Take steps as they come, up to the end of a history, and return them."""
     path: list[str] = []
     with world(case, ()) as one:
         one.judges = True
@@ -607,4 +607,4 @@ def stroll(case: Case, choose: Callable[[int], int], longest: int = 60) -> int:
         except BaseException as error:
             error.add_note("after: " + ", ".join(path))
             raise
-    return len(path)
+    return path

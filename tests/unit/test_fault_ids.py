@@ -38,6 +38,10 @@ NEW: dict[str, tuple[str, str]] = {
         "contract/test_stream_ends.py::test_a_stream_that_has_not_begun_moves_to_another_worker",
     ),
     "g6": ("slow consumers", "contract/test_streams.py::test_slow_consumers_hold_up_nothing_but_their_streams"),
+    "g7": (
+        "the program is forked while a stream is open",
+        "contract/test_stream_ends.py::test_a_forked_child_leaves_the_stream_alone",
+    ),
     # Allowances: rates
     "a1": ("workers die under a rate", "contract/test_rates.py::test_the_rate_holds_though_workers_die"),
     "a2": ("retries under a rate", "contract/test_rates.py::test_every_attempt_counts"),
@@ -63,6 +67,10 @@ NEW: dict[str, tuple[str, str]] = {
         "hard_timeout, streams, keys and all else in any order",
         "unit/test_call_orders.py::test_in_random_histories_each_call_ends_and_is_told_the_truth",
     ),
+    "h8": (
+        "the same, with real workers",
+        "e2e/test_histories.py::test_histories_of_the_explorer_end_as_they_must_with_real_workers",
+    ),
     # Sockets
     "w1": ("a worker that serves is killed", "contract/test_listen.py::test_a_killed_worker_costs_only_what_it_holds"),
     "w2": ("a resize to fewer, with requests", "contract/test_listen.py::test_a_request_in_a_removed_worker_is_answered"),
@@ -78,6 +86,13 @@ NEW: dict[str, tuple[str, str]] = {
     "d3": ("a node is lost during a reload", "contract/test_nodes.py::test_d3_a_node_is_lost_in_the_middle_of_a_reload"),
     "d4": ("a peer sends what nobody should send", "unit/test_wire_fuzz.py::test_the_program_drops_a_host_that_is_broken"),
     "d5": ("no node is left", "e2e/test_nodes.py::test_calls_wait_for_a_node_when_none_is_left"),
+    "d6": ("the program dies", "e2e/test_nodes.py::test_the_death_of_the_program_ends_everything"),
+    "d7": (
+        "the clocks of two machines run apart",
+        "contract/test_nodes.py::test_a_host_whose_clock_has_gained_half_a_minute_begins_calls_in_time",
+    ),
+    "d8": ("a machine is suspended", "unit/test_station.py::test_a_host_hears_of_a_suspended_machine_within_some_beats"),
+    "d9": ("a close is cancelled", "contract/test_nodes.py::test_a_close_that_asyncio_run_cancels_leaves_nothing"),
     # Views from outside
     "e1": ("the program that is watched stops", "e2e/test_top.py::test_a_stopped_program_is_told_as_blocked"),
     "e2": ("a viewer of the dashboard leaves", "e2e/test_web.py::test_a_stream_of_snapshots_ends_when_the_viewer_has_gone"),
@@ -85,6 +100,30 @@ NEW: dict[str, tuple[str, str]] = {
         "a closed program is watched",
         "e2e/test_hardening.py::test_v10_a_hardened_program_is_closed_to_its_own_user_and_a_plain_one_to_other_users",
     ),
+    "e4": ("a page of a runner is half written", "unit/test_page.py::test_half_a_write_is_no_page"),
+    "e5": (
+        "another site, or a page without actions, asks the dashboard to act",
+        "e2e/test_web.py::test_a_worker_is_recycled_by_the_page_alone",
+    ),
+    "e6": ("arguments in metrics and statistics", "e2e/test_web.py::test_metrics_are_what_prometheus_reads"),
+    "e7": (
+        "a worker that is asked to end has ended",
+        "e2e/test_web.py::test_a_worker_that_ends_just_before_it_is_asked_to_is_no_error",
+    ),
+    # Scale: closes, deaths and changes while very many calls wait
+    "y1": ("many calls wait", "unit/test_growth.py::test_no_step_takes_longer_because_many_calls_wait"),
+    "y2": (
+        "they end in pieces, between which anything happens",
+        "unit/test_growth.py::test_calls_that_wait_at_a_close_end_in_pieces_whatever_happens_between_them",
+    ),
+    "y3": ("streams that are left", "unit/test_growth.py::test_nothing_grows_with_streams_that_are_left"),
+    # Lies of a fork server
+    "z1": ("a report that is none", "unit/test_fork_server_lies.py::test_v9_what_is_no_report_ends_the_launch"),
+    "z2": (
+        "a descriptor that is no pidfd",
+        "unit/test_fork_server_lies.py::test_v9_a_descriptor_that_is_no_pidfd_watches_nothing",
+    ),
+    "z3": ("any of them", "unit/test_fork_server_lies.py::test_v9_any_reports_end_a_launch_once"),
 }
 """The faults of the newer parts, each with what happens and the test that has it: here the rows name the tests."""
 
