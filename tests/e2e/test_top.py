@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 
 import pytest
@@ -106,13 +107,18 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
 
+    def terminate(self) -> None:
+        os.kill(self._pid, signal.SIGTERM)
+
     def end(self) -> int:
-        """Return the exit code, once the program has ended."""
+        """Return the exit code, once the program has ended and left the terminal as it was."""
         try:
-            while os.read(self._fd, 65536):
-                pass
+            while data := os.read(self._fd, 65536):
+                self._shown += data.decode(errors="replace")
         except OSError:  # EIO: nobody has the other end any more
             pass
+        assert "\x1b[?1049l" in self._shown  # it has left the alternate screen
+        assert termios.tcgetattr(self._fd)[3] & (termios.ECHO | termios.ICANON) == termios.ECHO | termios.ICANON
         os.close(self._fd)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
@@ -148,6 +154,13 @@ def test_the_keys(own_program: int) -> None:
     terminal.shows("there is no worker 7")
     terminal.press("q")
     assert terminal.end() == 0
+
+
+def test_sigterm_leaves_the_terminal_as_it_was(program: int) -> None:
+    terminal = Terminal(program)
+    terminal.shows("q quit")
+    terminal.terminate()
+    assert terminal.end() == 128 + signal.SIGTERM
 
 
 def test_a_stopped_program_is_told_as_blocked(program: int) -> None:

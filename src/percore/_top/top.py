@@ -214,13 +214,22 @@ def recycle(worker: Worker) -> str:
 
 @contextmanager
 def single_keys() -> Iterator[None]:
-    """Pass on each key at once and do not show it, until the block ends. Ctrl-C raises KeyboardInterrupt as before."""
+    """Pass on each key at once and do not show it, until the block ends. Ctrl-C raises KeyboardInterrupt as before.
+
+    SIGTERM ends the program by SystemExit, so that the terminal is as before.
+    """
     before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
+    on_sigterm = signal.signal(signal.SIGTERM, _exit)
     try:
+        tty.setcbreak(sys.stdin)
         yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _exit(signum: int, _frame: object) -> None:
+    sys.exit(128 + signum)
 
 
 def key_within(seconds: float) -> str:
