@@ -1,5 +1,6 @@
 """When a worker is replaced that has too much memory, and what counts as its memory."""
 
+import asyncio
 import mmap
 import os
 import subprocess
@@ -8,12 +9,15 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from percore._monitor import memory as of_monitor
 from percore._monitor.memory import memory_of, own_bytes
 from percore._scheduler.memory_limit import LONGEST_WAIT, MemoryLimit, Verdict
+from percore._supervisor.memory_watch import MemoryWatch
 from percore._transport.memory import Memory
 
 KEEP, RENEW, ADVISE = Verdict.KEEP, Verdict.RENEW, Verdict.RENEW_AND_ADVISE
@@ -158,3 +162,24 @@ def test_without_proc_psutil_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(of_monitor, "_lines", missing)
     assert (memory_of(os.getpid(), 0) or 0) > MIB
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+async def test_a_program_that_cancels_all_tasks_and_goes_on_keeps_its_limit(steps: int) -> None:
+    async def memory(_workers: object, _enough: int) -> list[int | None]:
+        await asyncio.Event().wait()
+        return []
+
+    loop = asyncio.get_running_loop()
+    pool, engine = SimpleNamespace(members=set()), SimpleNamespace(memory=memory)
+    watch = MemoryWatch(loop, *cast(Any, (pool, engine, None, MIB)))
+    watch._begin()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    (sampling,) = asyncio.all_tasks() - {asyncio.current_task()}
+    sampling.cancel()
+    await asyncio.wait([sampling])
+    await asyncio.sleep(0)
+    assert watch._timer is not None
+    watch.look_members()
+    assert watch._timer is None

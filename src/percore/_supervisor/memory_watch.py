@@ -74,6 +74,13 @@ class MemoryWatch:
     def _begin(self) -> None:
         self._timer = None
         self._sampling = self._loop.create_task(self._sample(), name="percore-memory")
+        self._sampling.add_done_callback(self._has_ended)
+
+    def _has_ended(self, sampling: "asyncio.Task[None]") -> None:
+        """Go on if the program has cancelled all tasks, this one with them."""
+        if self._sampling is sampling:
+            self._sampling = None
+            self.arm()
 
     async def _sample(self) -> None:
         started = self._loop.time()
