@@ -177,7 +177,7 @@ def test_exit_codes_in_words(subtests: pytest.Subtests) -> None:
         (-7, "SIGBUS", "native code"),
         (-6, "SIGABRT", "native code"),
         (-4, "SIGILL", "another CPU"),
-        (-15, "SIGTERM", "draining"),
+        (-15, "SIGTERM", "by SIGTERM"),
         (-1, "SIGHUP", "by SIGHUP"),
         (-200, "signal 200", "by signal 200"),
     ]:
