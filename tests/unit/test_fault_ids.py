@@ -91,7 +91,7 @@ NEW: dict[str, tuple[str, str]] = {
         "the clocks of two machines run apart",
         "contract/test_nodes.py::test_a_host_whose_clock_has_gained_half_a_minute_begins_calls_in_time",
     ),
-    "d8": ("a machine is suspended", "unit/test_station.py::test_a_host_hears_of_a_suspended_machine_within_some_beats"),
+    "d8": ("a machine is suspended", "unit/test_station.py::test_a_host_knows_of_a_suspended_machine_with_the_next_beat"),
     "d9": ("a close is cancelled", "contract/test_nodes.py::test_a_close_that_asyncio_run_cancels_leaves_nothing"),
     # Views from outside
     "e1": ("the program that is watched stops", "e2e/test_top.py::test_a_stopped_program_is_told_as_blocked"),
