@@ -25,8 +25,14 @@ from tests.soak.samples import Sample, cpu_seconds, figures, judged, roles, tabl
 
 KEPT: Final = Path("build/soak")
 WARM_UP: Final = 1 / 6
-ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc gives large blocks back at once. Else it keeps ever more of them, as its heaps of several threads fill with holes."""
+ALLOCATOR: Final = {
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
+}
+"""glibc gives large blocks back at once, and keeps no freed ones for each thread. Else it keeps ever more of them: its heaps of several
+threads fill with holes, and each thread's list of free blocks grows for hours up to 230 KiB."""
 PATIENCE: Final = 300.0
 """Seconds that the program may take to close."""
 

@@ -7,6 +7,7 @@ waits for a line on its standard input.
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -23,13 +24,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import percore
+from percore._common.measuring import Histogram, bucket_of, middle_of
 from percore._scheduler.lifecycle import State
 from tests.chaos import calls
 from tests.chaos.load import ENDLESS, Load
 from tests.chaos.program import state_of
 from tests.complaints import Complaints
 from tests.e2e.fault_programs import say
-from tests.internals import current_member, members_of, slots_used
+from tests.internals import current_member, members_of, slots_used, supervisor_of
 from tests.log_jobs import say as say_in_log
 from tests.waiting import until
 
@@ -40,15 +42,36 @@ SECONDS: Final = 8.0
 LIMIT: Final = 240.0
 """Seconds after which something counts as hung."""
 WORKERS: Final = 2
+AGE: Final = 1 << 40
+"""Calls in each bucket of a histogram. As numbers up to 2**60, larger ones take no more memory."""
+MOST_MEASURED: Final = 1 << 40
+"""Nanoseconds of a call, or bytes: more than the longest takes here."""
 RELOADED: Final = 30
 """Rounds between two reloads; half-way between them the fork server is killed."""
 
 
 def objects() -> int:
-    """How many objects the garbage collector of this process knows."""
+    """How many objects the garbage collector of this process knows. What is free goes back to the system, so memory is what is used."""
     gc.collect()
     gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc
+        trim(0)
     return len(gc.get_objects())
+
+
+def age(*runners: percore.Runner) -> None:
+    """Put the histograms of all calls where years of calls would have put them: each bucket is there, with a large count.
+
+    A histogram is bounded, but rare durations fill it for days, and it takes hours until each slot has run each function.
+    """
+    for runner in runners:
+        for meter in supervisor_of(runner).meters.all():
+            for slot in range(WORKERS + 1):
+                meter.at(slot)
+    for one in gc.get_objects():
+        if type(one) is Histogram and one.count < AGE:
+            for bucket in range(bucket_of(MOST_MEASURED)):
+                one.add(int(middle_of(bucket)), AGE)
 
 
 class Counting(logging.Handler):
@@ -242,6 +265,7 @@ class Program:
             await self._passing.broadcast(calls.accept)  # the last one to start has run a call, like the others
             await self._settle()
         await asyncio.sleep(0.5)  # what is put off for less than that ends as well: timers, threads, messages nobody waits for
+        age(self._lasting, self._passing)
         objects()
         loop: Any = asyncio.get_running_loop()
         lasting, passing = (runner.statistics().workers for runner in (self._lasting, self._passing))

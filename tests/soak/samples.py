@@ -33,27 +33,26 @@ OLDEST: Final = 3
 def figures(pid: int) -> dict[str, float] | None:
     """Read the figures of a process; None if it is gone.
 
-    `heap` is memory that belongs to this process alone and to no file: in kernel words, `Anonymous`.
+    `heap` is memory that belongs to this process alone and to no file: in kernel words, `Anonymous`. `resident` is that, and the pages
+    of files. Pages of shared memory do not count: slots that nobody uses keep theirs, up to the size of the memory, and fill them with
+    rare large payloads for hours. Shared memory that is lost shows as slots, as mappings or as descriptors. `maps` are mappings of
+    files and of shared memory.
     """
     try:
-        sizes = {
-            name: int(rest.split()[0]) * KIB
-            for name, _, rest in (line.partition(":") for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-        }
-        status = Path(f"/proc/{pid}/status").read_text()
-        threads = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads:"))
-        with open(f"/proc/{pid}/maps", "rb") as maps:
-            count = sum(1 for _ in maps)
+        heap = next(int(line.split()[1]) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if "Anonymous:" in line)
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        maps = sum("/" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
         descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
         started = int(_stat(pid)[19])
-    except (OSError, StopIteration):
+        resident = sum(int(status[name].split()[0]) for name in ("RssAnon", "RssFile"))
+    except (OSError, StopIteration, KeyError):  # a process that has ended has no sizes
         return None
     return {
         "descriptors": descriptors,
-        "threads": threads,
-        "maps": count,
-        "heap": sizes["Anonymous"],
-        "resident": sizes["Rss"],
+        "threads": int(status["Threads"]),
+        "maps": maps,
+        "heap": heap * KIB,
+        "resident": resident * KIB,
         "started": started,
     }
 
