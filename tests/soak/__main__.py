@@ -31,8 +31,8 @@ ALLOCATOR: Final = {
     "MALLOC_TRIM_THRESHOLD_": "131072",
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
 }
-"""glibc gives large blocks back at once, and keeps no freed ones for each thread. Else it keeps ever more of them: its heaps of several
-threads fill with holes, and each thread's list of free blocks grows for hours up to 230 KiB."""
+"""glibc gives large blocks back at once, and keeps no lists of freed ones for each thread. Else it keeps ever more: its heaps of
+several threads fill with holes, and each of these lists grows for hours, up to 230 KiB."""
 PATIENCE: Final = 300.0
 """Seconds that the program may take to close."""
 

@@ -51,7 +51,7 @@ RELOADED: Final = 30
 
 
 def objects() -> int:
-    """How many objects the garbage collector of this process knows. What is free goes back to the system, so memory is what is used."""
+    """How many objects the garbage collector of this process knows. What is free goes back to the system."""
     gc.collect()
     gc.collect()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc

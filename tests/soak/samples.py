@@ -33,13 +33,14 @@ OLDEST: Final = 3
 def figures(pid: int) -> dict[str, float] | None:
     """Read the figures of a process; None if it is gone.
 
-    `heap` is memory that belongs to this process alone and to no file: in kernel words, `Anonymous`. `resident` is that, and the pages
-    of files. Pages of shared memory do not count: slots that nobody uses keep theirs, up to the size of the memory, and fill them with
-    rare large payloads for hours. Shared memory that is lost shows as slots, as mappings or as descriptors. `maps` are mappings of
-    files and of shared memory.
+    `heap` is memory that belongs to this process alone and to no file: in kernel words, `Anonymous`. `resident` is that, and the
+    pages of files. Pages of shared memory do not count: slots that nobody uses keep theirs, up to the size of the memory, and rare
+    large payloads fill them for hours. Shared memory that is lost shows as slots, as mappings or as descriptors. `maps` are mappings
+    of files and of shared memory.
     """
     try:
-        heap = next(int(line.split()[1]) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if "Anonymous:" in line)
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        heap = next(int(line.split()[1]) for line in rollup if line.startswith("Anonymous:"))
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         maps = sum("/" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
         descriptors = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
