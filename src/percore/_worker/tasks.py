@@ -335,5 +335,7 @@ class Tasks:
             async with asyncio.timeout_at(deadline):
                 return await awaitable
 
-        self.have_begun = True
-        self.by_id[call_id] = self._loop.create_task(self.run(call_id, wait_for, (), None, gauges))
+        # It takes its first step at once: code of a call that cancels all tasks would end one that has not begun without an answer.
+        task = self.start(self.run(call_id, wait_for, (), None, gauges), "percore", None)
+        if not task.done():
+            self.by_id[call_id] = task
