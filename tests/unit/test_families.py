@@ -65,6 +65,15 @@ def test_families_that_tasks_of_ended_calls_ask_for_do_not_pile_up() -> None:
     assert families._noted == set(families.open)
 
 
+def test_families_of_plain_calls_that_have_ended_leave_nothing() -> None:
+    families = families_of(Post())
+    for call_id in range(10):
+        families.of(call_id)
+        families.left(call_id)
+    assert not families.open
+    assert not families._noted
+
+
 REQUEST = NestedRequest(*cast(Any, [None] * len(NestedRequest._fields)))
 
 

@@ -245,6 +245,7 @@ class Families:
         family = self.open.pop(call_id, None)
         if family is None:
             return False
+        self._noted.discard(call_id)
         is_cancelled = family.is_cancelled
         family.end()
         return is_cancelled
