@@ -109,13 +109,11 @@ class MapSource(Source):
             )
         self.inputs.open()
         if self.inputs.is_async:
+            self.family.enders[self._end_feeder] = None  # first: in a loop with eager tasks, the feeder may end before it is known
             self.feeder = self.loop.create_task(self._feed(), name="percore-map")
-            self.family.enders[self.feeder.cancel] = None
 
     async def _feed(self) -> None:
         """Pull async inputs."""
-        feeder = self.feeder
-        assert feeder is not None
         try:
             while not (self._is_exhausted or self.is_closed):
                 while not self._has_room():
@@ -137,7 +135,7 @@ class MapSource(Source):
             self._error = as_error(error, "percore")
         finally:
             self._is_exhausted = True
-            self.family.enders.pop(feeder.cancel, None)
+            self.family.enders.pop(self._end_feeder, None)
             self.wake()
             await self.inputs.close()
 
@@ -273,7 +271,7 @@ class MapSource(Source):
     def abandon(self) -> None:
         items, self._items = self._items, OrderedDict()
         self._done.clear()
-        for item in items:
+        for item in list(items):  # at once: a thread may be about to add one
             if item.child is not None:
                 self.family.drop_soon(item.child)
         if self.feeder is not None:

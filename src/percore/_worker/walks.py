@@ -72,10 +72,12 @@ class Source:
     def close(self, error: BaseException | None = None) -> None:
         """End, because no results are wanted any more, or by this error."""
         self.is_closed = True
-        self.abandon()
-        self.wake()
-        if self._span is not None:
-            self._span.ended(error)
+        try:
+            self.abandon()
+        finally:  # it closes generators of the user, which may raise
+            self.wake()
+            if self._span is not None:
+                self._span.ended(error)
 
     def wake(self) -> None:
         """Wake those who wait. From any thread; first change what they look at."""
