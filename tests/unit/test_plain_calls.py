@@ -12,7 +12,7 @@ from percore._transport.codec import is_inline_value
 from percore._worker import plain_calls as module
 from percore._worker.answers import Answers, WorkerFunction
 from percore._worker.plain_calls import PlainCalls
-from percore._worker.terms import Variables
+from percore._worker.terms import Terms, Variables
 
 PLACES = 64
 SLOW, QUICK = 30_000_000, 1_000_000
@@ -93,7 +93,15 @@ class Worker:
 
     def put(self, count: int) -> None:
         for call_id in range(1, count + 1):
-            self.plain.put(call_id, (self._function, (), None))
+            self.put_one(call_id)
+
+    def put_one(self, call_id: int) -> None:
+        self.plain.put(call_id, (self._function, (), None))
+
+    def hold_first(self) -> None:
+        """Wait until the first call runs."""
+        self._begun.acquire()
+        self._begun.release()
 
     def end(self, nanoseconds: int) -> None:
         """The call that runs has taken so long."""
@@ -195,6 +203,21 @@ def test_no_result_is_left_when_calls_begin_while_the_loop_sends(worker: Worker)
     worker.tick()
     assert worker.post.gone == [1, 2]
     assert not worker.post.timers
+
+
+def test_a_stream_that_makes_the_calls_enough_lets_the_loop_send_what_is_kept(worker: Worker) -> None:
+    """Else the result would be kept until the next call ends, which may take hours."""
+    worker.put(1)
+    worker.hold_first()
+    for call_id in (2, 3):
+        worker.put_one(call_id)
+    assert not worker.post.timers
+    worker.plain.put_stream(4, None, b"", Terms(prefetch=1))
+    worker.end(SLOW)
+    assert worker.post.queued == [1]
+    worker.tick()
+    assert worker.post.gone == [1]
+    worker.plain.cancel(4, None)
 
 
 def test_the_loop_goes_on_sending_as_long_as_calls_enough_wait(worker: Worker) -> None:

@@ -168,6 +168,8 @@ class PlainCalls:
         except RuntimeError:
             del self.streams[call_id]
             raise
+        if self._keeps_results is None:  # it waits, too: with it, there may be enough calls for threads to collect results
+            self._keep_results()
 
     def _look(self) -> None:
         """Let held calls begin if those before them wait, and tell the supervisor whether any is held now."""
