@@ -13,7 +13,9 @@ A worker does not import multiprocessing for this. It waits until the user's cod
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -139,15 +141,26 @@ class AfterImport:
 
     def __init__(self, steps: dict[str, Step]) -> None:
         self._steps = steps
+        self._asking = threading.local()
+        """`name`: of the module that this thread looks for."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self._steps:
+        if name not in self._steps or getattr(self._asking, "name", None) == name:
             return None
-        step = self._steps.pop(name)  # `find_spec` below asks all finders, and this one now passes
-        spec = find_spec(name)
+        self._asking.name = name  # `find_spec` below asks all finders, and this one now passes
+        try:
+            spec = find_spec(name)
+        finally:
+            self._asking.name = None
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, step)  # type: ignore[assignment]
+            spec.loader = _Loader(spec.loader, partial(self._loaded, name))  # type: ignore[assignment]
         return spec
+
+    def _loaded(self, name: str, module: ModuleType) -> None:
+        """Run the step of a module. Only now is it done: code may ask for a module's spec and not import it, or fail to."""
+        step = self._steps.pop(name, None)
+        if step is not None:
+            step(module)
 
 
 class _Loader:
