@@ -35,8 +35,8 @@ def figures(pid: int) -> dict[str, float] | None:
 
     `heap` is memory that belongs to this process alone and to no file: in kernel words, `Anonymous`. `resident` is that, and the
     pages of files. Pages of shared memory do not count: slots that nobody uses keep theirs, up to the size of the memory, and rare
-    large payloads fill them for hours. Shared memory that is lost shows as slots, as mappings or as descriptors. `maps` are mappings
-    of files and of shared memory.
+    large payloads fill them for hours. Shared memory that is lost shows as slots, as mappings or as descriptors. `maps` are
+    mappings of files and of shared memory.
     """
     try:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
