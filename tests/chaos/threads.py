@@ -56,14 +56,15 @@ class Ledger:
         self._found = found
         self._lock = threading.Lock()
         self.begun: Counter[int] = Counter()
-        self.ended: set[int] = set()
+        self.ended: dict[int, int] = {}
+        """How often the calls have begun whose end was told, as their callers were told."""
         self.release = threading.Event()
         """Blocked calls go on."""
 
     def enter(self, number: int) -> int:
         with self._lock:
             self.begun[number] += 1
-            if number in self.ended:
+            if self.begun[number] > self.ended.get(number, sys.maxsize):
                 self._found.breaches.append(f"call {number} began after its end was told")
         return -number
 
@@ -170,8 +171,12 @@ class Round:
         self._room.release()
         begun = self._ledger.begun[number]
         outcome = "cancelled" if future.cancelled() else (future.exception() or future.result())
-        if isinstance(outcome, percore.WorkerDied | int):  # nobody takes back at once what is cancelled or closed over
-            self._ledger.ended.add(number)
+        # Nobody takes back at once what is cancelled or closed over. A call counts as begun before its function runs: in the thread
+        # of a worker that is given up just then, it runs a moment later.
+        if isinstance(outcome, percore.WorkerDied):
+            self._ledger.ended[number] = outcome.attempts
+        elif isinstance(outcome, int):
+            self._ledger.ended[number] = begun
         name = {int: "value", str: "cancelled"}.get(type(outcome), type(outcome).__name__)
         self._found.outcomes[name] += 1
         if not _may_be(outcome, number, begun, attempts):
