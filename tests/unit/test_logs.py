@@ -7,7 +7,8 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import ModuleType
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ from percore._transport import doorbell
 from percore._transport.doorbell import bell_fds, bell_of
 from percore._transport.log_records import _FIELDS, RECORD_LIMIT, _cut, pack, unpack
 from percore._transport.memory import Memory
-from percore._transport.ring import RingWriter
+from percore._transport.ring import HEADER_SIZE, RingWriter
 from percore._worker_process import log_forwarding as worker_logs
-from percore._worker_process.log_forwarding import LOG_RING_SIZE, Forwarder, LogWriter
+from percore._worker_process.log_forwarding import LOG_RING_SIZE, POSITION, Forwarder, LogWriter
 
 NAME = "percore.test.logs"
 ANY_TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates, as of undecodable file names, too
@@ -401,6 +402,50 @@ async def test_a_record_within_a_record_follows_it(wire: Wire, heard: Heard, mon
     monkeypatch.setattr(wire.writer, "_ring", Interrupted())
     wire.log("first")
     assert await heard.receive(3) == ["first", "second", "third"]
+
+
+class Interrupt:
+    """Raises as the n-th line of a function begins, as a signal handler of the user may."""
+
+    def __init__(self, fn: Callable[..., object], at: int) -> None:
+        self._code: Any = getattr(fn, "__code__", None)
+        self._left = at
+        self.has_struck = False
+
+    def __call__(self, frame: Any, event: str, _argument: Any) -> "Interrupt | None":
+        if frame.f_code is not self._code:
+            return None
+        if event == "line" and not self.has_struck:
+            self.has_struck = not self._left
+            self._left -= 1
+            if self.has_struck:
+                raise TimeoutError("too late")
+        return self
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_an_interrupt_while_a_record_waits_for_room_loses_no_position(at: int) -> None:
+    """The supervisor tells each position once: if it were lost, the next record would wait for ever."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)  # a record that would wait fails instead
+    ring = RingWriter(memoryview(bytearray(1024)))
+    bell: Any = SimpleNamespace(log=lambda _count: True)
+    writer, interrupt = LogWriter(ring, bell, read_end), Interrupt(LogWriter._hear, at)
+    data, before = bytes(700), sys.gettrace()
+    try:
+        writer.write(data)
+        os.write(write_end, POSITION.pack(ring.written))
+        sys.settrace(interrupt)
+        with suppress(TimeoutError):
+            writer.write(data)
+        sys.settrace(before)
+        if interrupt.has_struck:
+            writer.write(data)
+        assert ring.written == 2 * (HEADER_SIZE + len(data))
+    finally:
+        sys.settrace(before)
+        for end in (read_end, write_end):
+            os.close(end)
 
 
 async def test_what_the_ring_can_never_hold_is_refused(wire: Wire) -> None:

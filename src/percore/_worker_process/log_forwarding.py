@@ -60,6 +60,8 @@ class LogWriter:
         self._pipe = pipe
         self._lock = threading.RLock()
         self._waiting: deque[bytes] = deque()
+        self._heard: list[bytes] = []
+        """What was read from the pipe and not counted."""
         self._is_writing = False
 
     def write(self, data: bytes) -> None:
@@ -92,11 +94,16 @@ class LogWriter:
 
     def _hear(self) -> None:
         """Wait until the supervisor has read more."""
-        told = os.read(self._pipe, POSITION.size * 512)
+        if not self._heard:
+            # In one step, as Python sees it. A position comes once: an exception between two steps, such as one that a signal
+            # handler of the user raises, would lose it, and the next record would wait for ever.
+            self._heard += map(os.read, (self._pipe,), (POSITION.size * 512,))
+        told = self._heard[-1]
         if not told:  # the supervisor has ended, and its end is about to kill this process: wait
             select.poll().poll()
         position: int = POSITION.unpack(told[-POSITION.size :])[0]
         self._ring.acknowledge(position - self._ring.acknowledged)
+        self._heard.clear()
 
 
 def _wait_to_write(fd: int) -> None:
