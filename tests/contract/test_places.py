@@ -14,6 +14,7 @@ from tests import jobs
 from tests.contract.conftest import worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeEngine, FakeRunner, FakeWorker
+from tests.waiting import until
 
 LOST = "its node was lost"
 
@@ -179,6 +180,7 @@ async def test_a_reload_waits_for_a_place(gate: Gate, log: Log) -> None:
         assert runner.statistics().workers[0].generation == 2
         gate.open()
         assert await running == 1
+        await until(lambda: engine.places == 1)  # its worker has ended
         cancelled = asyncio.create_task(runner.reload())
         engine.places = 0
         assert await engine.refused.get() == 0
