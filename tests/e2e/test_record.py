@@ -64,14 +64,16 @@ def test_threads_are_sampled_from_outside_alone(tmp_path: Path) -> None:
         refused = run(pid, "-o", out, "--sampler", "faulthandler")
         assert (refused.returncode, refused.stdout, out.exists()) == (1, "", False)
         assert "are threads, which percore record cannot ask" in refused.stderr
-        done = run(pid, "-o", out, "--seconds", "1", "--sampler", "py-spy")
-    if "py-spy cannot sample" in done.stderr:
-        pytest.skip(done.stderr)  # this system lets no process read another one's memory, or py-spy does not know this Python
-    assert (done.returncode, done.stderr) == (0, "")
-    found = profiles(out)
-    assert set(found) <= {"worker 0", "worker 1"}  # the page may always have been written when one had nothing to await
+        awaiting = False
+        while not awaiting:  # the page may always have been written when no worker had something to await
+            done = run(pid, "-o", out, "--seconds", "1", "--sampler", "py-spy")
+            if "py-spy cannot sample" in done.stderr:
+                pytest.skip(done.stderr)  # no process may read another one's memory, or py-spy does not know this Python
+            assert (done.returncode, done.stderr) == (0, "")
+            found = profiles(out)
+            awaiting = any(stack == ("__main__.fetch", "(awaiting)") for stacks in found.values() for stack in stacks)
+    assert set(found) <= {"worker 0", "worker 1"}
     assert sum(any(stack[0] == "__main__.compute" for stack in stacks) for stacks in found.values()) == 1
-    assert any(stack == ("__main__.fetch", "(awaiting)") for stacks in found.values() for stack in stacks)
 
 
 def test_a_page_is_written(program: int, tmp_path: Path) -> None:
