@@ -12,7 +12,7 @@ import pytest
 import percore
 from percore._protocol.messages import CANCEL, DEFINE_TASK, Message
 from percore._worker.tasks import Tasks
-from tests import jobs
+from tests import jobs, nested_jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
@@ -466,3 +466,24 @@ async def test_c1_a_call_cancelled_while_its_function_is_sent_does_not_stay() ->
         assert sent[0][0] == DEFINE_TASK
         assert await runner.run(jobs.aecho, 3) == 3
         assert not supervisor_of(runner).closing.unfinished()
+
+
+async def test_c2_a_call_cancelled_before_its_message_was_sent_does_not_run_on() -> None:
+    """As by a `__del__`, in a garbage collection at that moment. A CANCEL that comes before its call is dropped."""
+    async with FakeRunner(1) as runner:
+        (member,) = members_of(runner)
+        tell = member.tell
+
+        def send(op: int, call_id: int, body: Any) -> None:
+            if op > 0:
+                for call in supervisor_of(runner).calls.pending():
+                    call.cancel()  # type: ignore[attr-defined]  # a call of `submit` is a future
+            tell(op, call_id, body)
+
+        member.tell = send
+        future = runner.submit(nested_jobs.for_ever)
+        member.tell = tell
+        assert future.cancelled()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert member.calls == {}

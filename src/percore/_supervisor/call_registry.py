@@ -6,6 +6,7 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 """
 
 import os
+import sys
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -29,6 +30,7 @@ from percore._supervisor.timing import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from percore._supervisor.rates import Rates
 
@@ -328,7 +330,20 @@ class CallRegistry:
             self.release(member.take(call.call_id))
             self._progress.advance()
         elif not self.phase.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
-            member.tell(CANCEL, call.call_id, call.wanted)
+            if next(reversed(member.calls), None) == call.call_id and _is_sending():
+                self.loop.call_soon(self._cancel_sent, member, call, call.call_id, call.wanted, call.done())
+            else:
+                member.tell(CANCEL, call.call_id, call.wanted)
+
+    def _cancel_sent(self, member: PoolWorker, call: PendingCall, call_id: int, wanted: int | None, was_done: bool) -> None:
+        """Let the worker cancel a call that is sent by now, unless a later CANCEL, or that of a closing, has replaced this one."""
+        if member.calls.get(call_id) is not call or call.wanted != wanted or (self.phase.is_cut and not was_done):
+            return
+        if call_id in member.parked:
+            self.release(member.take(call_id))
+            self._progress.advance()
+        else:
+            member.tell(CANCEL, call_id, wanted)
 
     def has_room(self) -> None:
         """Send waiting calls: a stream has given its place back, since it waits for its consumer."""
@@ -456,3 +471,12 @@ class CallRegistry:
 def was_read(call: PendingCall) -> bool:
     """Whether a worker has said that it has read the arguments, so that they are released."""
     return call.body is READ or call.body == b""
+
+
+def _is_sending() -> bool:
+    """Whether this runs in a garbage collection during `PoolWorker.send`. A CANCEL must not come before its call."""
+    frame: FrameType | None = sys._getframe()
+    code = PoolWorker.send.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
