@@ -220,6 +220,27 @@ async def test_an_ending_that_raises_does_not_keep_the_others_waiting() -> None:
     assert [str(context["exception"]) for context in reported] == ["on purpose"] * 2
 
 
+@pytest.mark.parametrize("in_loop", [True, False], ids=["in the loop", "outside"])
+async def test_an_interrupted_ending_does_not_keep_later_ones_waiting(in_loop: bool) -> None:
+    """As by a Ctrl-C just before the loop is asked."""
+    asked: list[Callable[[], None]] = []
+
+    def call_soon(callback: Callable[[], None]) -> None:
+        if not asked:
+            asked.append(callback)
+            raise KeyboardInterrupt
+        callback()
+
+    loop: Any = SimpleNamespace(call_soon=call_soon, call_soon_threadsafe=call_soon)
+    endings, told = Endings(loop), Told()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "_get_running_loop", lambda: loop if in_loop else None)
+        with pytest.raises(KeyboardInterrupt):
+            endings.add(told)
+        endings.add(told)
+    assert told.count == 2
+
+
 def test_the_loop_is_asked_once_for_many() -> None:
     asked: list[Callable[[], None]] = []
     loop: Any = SimpleNamespace(call_soon=asked.append, call_soon_threadsafe=asked.append)

@@ -23,12 +23,18 @@ class Endings:
             self._schedule()
 
     def _schedule(self) -> None:
-        self._is_due = True
+        # Whatever is raised here, such as a Ctrl-C, the next ending schedules `_run`. If it is scheduled twice, that does no harm.
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if asyncio._get_running_loop() is self._loop:
                 self._loop.call_soon(self._run)
-            else:
+                self._is_due = True  # only now: no other thread runs `_run`
+                return
+            try:
+                self._is_due = True  # first: the loop's thread may run `_run` at once
                 self._loop.call_soon_threadsafe(self._run)
+            except BaseException:
+                self._is_due = False
+                raise
 
     def _run(self) -> None:
         self._is_due = False
