@@ -232,6 +232,19 @@ def test_the_loop_goes_on_sending_as_long_as_calls_enough_wait(worker: Worker) -
     assert not worker.post.timers
 
 
+def test_the_loop_looks_again_for_results_of_batches_after_it_could_not_send_them() -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    timers: list[Any] = []
+    batch = SimpleNamespace(end=2, results=SimpleNamespace(flush_kept=fail))
+    loop = SimpleNamespace(call_later=lambda _delay, call: timers.append(call))
+    calls: Any = SimpleNamespace(_batches={1: batch}, _loop=loop, _keeps_watch=True, _send_kept=None)
+    with pytest.raises(MemoryError):
+        PlainCalls._send_kept(calls)
+    assert (timers, calls._keeps_watch) == ([None], True)
+
+
 def test_without_a_gil_threads_end_that_have_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(monkeypatch, is_free_threaded=True)
     threads, has_left = worker.plain.threads, threading.Semaphore(0)

@@ -6,6 +6,7 @@ import marshal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from percore._transport.codec import is_inline_value, pack_values
 from percore._transport.slots import INLINE_LIMIT
 from percore._worker import streams
 from percore._worker.answers import SMALL, Answers, ItemFailed
+from percore._worker.batches import BatchResults
 from percore._worker.streams import TaskStream, ThreadStream
 
 WIDE = "\U0001f600" * 4096
@@ -239,6 +241,13 @@ def choose(*items: Any) -> Iterator[Any]:
     yield from items
 
 
+def thread_stream(prefetch: int) -> tuple[Post, ThreadStream]:
+    """A stream on the thread of the test."""
+    post: Any = Post(asyncio.get_running_loop())
+    pool: Any = SimpleNamespace(give_way=lambda: None)
+    return post, ThreadStream(post, Answers(post), 1, prefetch, pool, 0.0)
+
+
 async def test_a_thread_waits_for_credits() -> None:
     it = OnThread(4, count, 1000)
     total = 0
@@ -303,6 +312,46 @@ async def test_a_thread_waits_until_its_large_item_is_taken() -> None:
         it.post.empty()
     await it.task
     assert sizes(it.post.messages) == [1, -1, 1]
+
+
+async def test_a_large_item_that_is_taken_just_before_its_thread_waits_for_it_lets_the_thread_go_on() -> None:
+    post, stream = thread_stream(2)
+    post.is_full = True
+
+    class Grants(SimpleQueue[int]):
+        def get(self, block: bool = True, timeout: float | None = None) -> int:
+            post.empty()  # in this thread, as by a finalizer that gives a slot back
+            return super().get(block=False)
+
+    stream._grants = Grants()
+    stream.run(choose, ([SMALL + 1],), None)
+    assert sizes(post.messages) == [-1]
+
+
+async def test_items_and_results_that_cannot_be_packed_now_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    post, stream = thread_stream(9)
+    packed: Any = post.pack_values
+    lacks = iter([True, False, True])
+
+    def pack(*args: Any) -> Any:
+        if next(lacks, False):
+            raise MemoryError
+        return packed(*args)
+
+    monkeypatch.setattr(post, "pack_values", pack)
+    stream._add(1)
+    stream._add([2])
+    sent: list[Any] = []
+    answers: Any = SimpleNamespace(pack_values=pack)
+    function: Any = None
+    results = BatchResults(1, function, answers, lambda *told: sent.append(marshal.loads(cast("bytes", told[2]))), lambda *_: None)
+    results.values += [3, 4]
+    for flush in (stream.flush, results.flush):
+        with pytest.raises(MemoryError):
+            flush()
+        flush()
+    assert post.messages == [([1, b"pp"], [1])]
+    assert [values for _, _, values, _ in sent] == [[3, 4]]
 
 
 async def test_the_loop_sends_items_that_wait_behind_a_slow_one() -> None:

@@ -211,10 +211,10 @@ class BatchResults:
             point("worker.outcome.ready")
         end = first + len(values)
         pickled = [index - first for index in self._pickled if index < end]
+        body = self._answers.pack_values(first, seconds, values, pickled)  # first: without memory for it no result may be lost
         # Remove them before they are sent: `_first` is then right for results that the thread appends from now on.
         self._first, self._size = end, 0
         del self.values[: len(values)], self._pickled[: len(pickled)]
-        body = self._answers.pack_values(first, seconds, values, pickled)
         if body is None:
             self._send_one_by_one(first, values, pickled)
         else:

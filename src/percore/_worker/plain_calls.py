@@ -243,14 +243,13 @@ class PlainCalls:
 
     def _send_kept(self) -> None:
         """Send results that wait behind a slow item. Their thread is busy with that item, so the loop does this."""
-        self._keeps_watch = False
-        for batch in list(self._batches.values()):
-            if batch.end > 1:
-                self._keeps_watch = True
-                if batch.results is not None:
-                    batch.results.flush_kept()
-        if self._keeps_watch:
+        batches = [batch for batch in self._batches.values() if batch.end > 1]
+        self._keeps_watch = bool(batches)
+        if batches:  # before they are sent, which may fail
             self._loop.call_later(KEEP, self._send_kept)
+        for batch in batches:
+            if batch.results is not None:
+                batch.results.flush_kept()
 
     def cancel(self, call_id: int, wanted: int | None) -> bool:
         """Cancel a call that has not begun; of a batch, the items from `wanted` on. True if a whole call was cancelled."""

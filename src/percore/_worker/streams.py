@@ -110,12 +110,12 @@ class _Stream:
             values, pickled = self._values[:], self._pickled
             if not values:
                 return
-            del self._values[: len(values)]
-            self._pickled, self._size = [], 0
             if POINTS:
                 point("worker.item.ready")
-            body = self._channel.pack_values(0, -1.0, values, pickled)
+            body = self._channel.pack_values(0, -1.0, values, pickled)  # first: without memory for it no item may be lost
             assert body is not None, "items are counted by their largest sizes, so they fit"
+            del self._values[: len(values)]
+            self._pickled, self._size = [], 0
             self._channel.send_from_thread(ITEMS, self._call_id, body)
 
     def _send(self, payload: Payload) -> None:
@@ -263,14 +263,12 @@ class ThreadStream(_Stream):
         self._loop = channel.loop
         self._grants: SimpleQueue[int] = SimpleQueue()
         """Credits for the thread; 0 only wakes it."""
-        self._thread = 0
         self._since = 0.0
         """When items were last sent."""
         self._is_watched = False
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """As `TaskStream.run`."""
-        self._thread = threading.get_ident()
         generator = fn(*args, **kwargs) if kwargs else fn(*args)
         try:
             while not self.is_closing:  # not `for`: a stream may be closed before its first item
@@ -337,8 +335,7 @@ class ThreadStream(_Stream):
 
     def _sent(self) -> None:
         self._is_blocked = False
-        if threading.get_ident() != self._thread:
-            self._grants.put(0)
+        self._grants.put(0)  # also in its own thread: a finalizer may call this when `run` is about to wait
 
     def _watch(self) -> None:
         self._loop.call_later(KEEP, self._flush_kept)
