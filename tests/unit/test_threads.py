@@ -568,3 +568,15 @@ def test_only_a_call_on_a_thread_of_the_pool_steps_aside() -> None:
         assert [told.get(), told.get()] == [False, False]
         assert not threads.step_aside(7)
         assert not threads.come_back(7)
+
+
+def test_a_call_that_was_interrupted_while_aside_is_aside_no_more_at_its_end() -> None:
+    told: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def run(call_id: int, _: Any) -> None:
+        told.put(threads.step_aside(call_id))  # and an exception comes before the `try` whose `finally` comes back
+
+    with pool(1, run) as threads:
+        threads.put(1, "item")
+        assert told.get()
+    assert not threads._aside

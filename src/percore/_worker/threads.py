@@ -308,6 +308,7 @@ class Threads:
         del self._running[call_id]
         if self._is_crowded:
             with self._gate:
+                self._aside.discard(call_id)  # an exception between two steps may have left it
                 self._admit()
         if self._on_idle is not None and self.is_idle():
             self._on_idle()
