@@ -33,7 +33,8 @@ class UsageElsewhere:
 
     def look(self, read: "Read", on_found: Callable[[], None]) -> None:
         """Begin a reading by `read`, unless the last one is younger than two seconds. `on_found` is called when it has ended."""
-        if self._reading is None and monotonic() >= self._next:
+        is_reading = self._reading is not None and not self._reading.done()  # an eager task may be done once it is made
+        if not is_reading and monotonic() >= self._next:
             self._reading = self._loop.create_task(self._look(read, on_found), name="percore-usage-elsewhere")
 
     async def _look(self, read: "Read", on_found: Callable[[], None]) -> None:
