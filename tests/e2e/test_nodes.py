@@ -267,6 +267,21 @@ async def test_calls_wait_for_a_node_when_none_is_left(
 # Hosts that hang
 
 
+async def test_a_program_that_cancels_all_tasks_and_goes_on_finds_nodes_later() -> None:
+    async def find() -> None:
+        await asyncio.Event().wait()
+
+    loop = asyncio.get_running_loop()
+    engine: Any = NodesEngine.__new__(NodesEngine)
+    vars(engine).update(_loop=loop, _search=None, _again=None, _is_closed=False, _find=find)
+    engine._find_nodes()
+    engine._search.cancel()
+    await asyncio.wait([engine._search])
+    await asyncio.sleep(0)
+    assert engine._search is None
+    engine._again.cancel()
+
+
 async def test_a_host_that_never_says_where_it_listens_stops_no_close(tmp_path: Path) -> None:
     hangs = tmp_path / "python"
     hangs.write_text("#!/bin/sh\nexec sleep 1000\n")

@@ -160,6 +160,14 @@ class NodesEngine:
     def _find_nodes(self) -> None:
         if self._search is None and self._again is None and not self._is_closed:
             self._search = self._loop.create_task(self._find())
+            self._search.add_done_callback(self._has_ended)
+
+    def _has_ended(self, search: "asyncio.Task[None]") -> None:
+        """Search again if the program has cancelled all tasks, this one with them."""
+        if self._search is search:
+            self._search = None
+            if search.cancelled() and not self._is_closed:
+                self._again = self._loop.call_later(_PAUSE, self._find_again)
 
     async def _find(self) -> None:
         """Put hosts on the nodes that have none, and connect to them. Search again while there is no node, except at first."""
