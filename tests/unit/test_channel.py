@@ -698,6 +698,23 @@ async def test_what_is_no_exception_breaks_the_channel_and_goes_on(closed_pair: 
     assert [type(error) for error in pair.up.broken] == [kind]
 
 
+@pytest.mark.parametrize("name", ["send_later", "send_lazily"])
+async def test_an_interrupt_before_a_flush_is_scheduled_leaves_it_to_the_next_message(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def interrupt(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    send = getattr(pair.up.channel, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.up.channel, "loop", SimpleNamespace(call_soon=interrupt, call_later=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            send(1, 1, None)
+    send(1, 2, None)
+    async with asyncio.timeout(10):
+        assert await pair.down.receive(2) == [(1, 1, None), (1, 2, None)]
+
+
 @pytest.mark.parametrize("first", [True, False])
 async def test_an_interrupt_while_sending_breaks_the_channel_and_goes_on(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, first: bool

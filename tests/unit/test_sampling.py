@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
+
 from percore._common.measuring import bucket_of
 from percore._protocol.messages import MEASURED
 from percore._worker.sampling import INTERVAL, UNGAUGED, Sampler
@@ -100,3 +102,19 @@ def test_functions_of_one_name_share_their_gauges_and_further_ones_have_none() -
         assert sampler.gauges_of(made[0]) is not UNGAUGED
     made[0].__qualname__ = "one more"
     assert sampler.gauges_of(made[0]) is UNGAUGED
+
+
+def test_a_sample_whose_timer_an_exception_prevents_leaves_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel()
+    took = sampler_on(channel).gauges_of(jobs.echo).loads.took
+
+    def interrupt(_callback: Callable[[], object]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, "call_soon_threadsafe", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            took(5)
+    for _ in range(100):
+        took(5)
+    assert len(channel.timers) == 1

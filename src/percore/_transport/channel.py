@@ -220,15 +220,15 @@ class Channel:
         """Like `send`, but together with the other messages of this iteration of the loop."""
         self._enqueue(op, call_id, body)
         if not self._ends_turn:
-            self._ends_turn = True
             self.loop.call_soon(self._end_turn)
+            self._ends_turn = True  # only now: if the line above raises, such as a Ctrl-C, the next message schedules the flush
 
     def send_lazily(self, op: int, call_id: int, body: Body) -> None:
         """Like `send`, but together with the next message that is sent, or alone after two milliseconds."""
         self._enqueue(op, call_id, body)
         if not self._is_lazy:
-            self._is_lazy = True
             self.loop.call_later(_LAZY, self._end_lazy)
+            self._is_lazy = True  # only now, as in `send_later`
 
     def _end_lazy(self) -> None:
         self._is_lazy = False

@@ -75,8 +75,12 @@ class Sampler:
         """Keep a sample. From any thread."""
         self._samples.append((name, kind, nanoseconds, weight))
         if not self._is_due and self._channel.is_open:
-            self._is_due = True
-            self._loop.call_soon_threadsafe(self._set_timer)
+            try:
+                self._is_due = True  # first: the loop's thread may set the timer, and even send, at once
+                self._loop.call_soon_threadsafe(self._set_timer)
+            except BaseException:  # such as a Ctrl-C: the next sample tries again
+                self._is_due = False
+                raise
 
     def _set_timer(self) -> None:
         if self._timer is None and self._channel.is_open:
