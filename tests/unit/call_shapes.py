@@ -108,7 +108,7 @@ class Shape:
                 return op, number, None
             if op == BEGIN_BY:
                 return op, 0, self._from_now(body)
-            return op, name(labels[number]) if number in labels and not is_call(op) else 0, body if op in _COUNTS else None
+            return op, name(labels[number]) if number in labels else 0, body if op in _COUNTS else None
 
         held = () if worker.member is None else worker.member.calls
         is_dying = worker.state == "dying"
@@ -140,11 +140,17 @@ class Shape:
         deadline = None if one.deadline is None else one.deadline.value
         is_seat = dispatch.seats.index(one) if one in dispatch.seats else -1
         return (
-            (self._rank(one.index), one.worker.state, one.life.state.value, *one.load, one.recalling, deadline, is_seat),
+            (self._rank(one.index), self._age_in_slot(one)),
+            (one.worker.state, one.life.state.value, *one.load, one.recalling, deadline, is_seat),
             (self._of(one.calls.values()), barren is not None and barren == dispatch.times_ahead, self._limits(one)),
             (tuple(one._aside), one._spares, tuple(sorted(one._reasons.values())), one.is_holding, bool(one.killed_why)),
             (one.done + one.retried > 0, tuple(sorted(one.defined)), self._now - one.started_at >= LASTING),
         )
+
+    def _age_in_slot(self, one: Any) -> int:
+        """Return how many workers of its slot are older. Else nothing would tell which of them a member is."""
+        others = (other for other in self.world.workers if other.index == one.index and other.state != "gone")
+        return sum(other.generation < one.generation for other in others)
 
     def _limits(self, one: Any) -> object:
         begin_by = getattr(one, "_begin_by", None)
