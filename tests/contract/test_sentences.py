@@ -390,7 +390,7 @@ SENTENCES: Final[dict[str, Use]] = {
     "percore runs on Linux and macOS, not on Windows, which lacks the file descriptors and signals that percore "
     "needs. On Windows, use WSL 2": at("tests/e2e/test_hosts.py::test_windows_is_told_what_is_supported", "not on Windows"),
     "module … has no attribute …": lambda _: module.Nothing,
-    "a `__del__` that a garbage collection has run waits for a call, in the middle of a step of percore that has to end first: "
+    "a __del__ that a garbage collection has run waits for a call, in the middle of a step of percore that has to end first: "
     "make such calls before, in a `with` block or a method that closes the object": at(
         "tests/unit/test_families.py::test_a_collection_that_waits_for_a_nested_call_in_the_midst_of_another_one_is_refused",
         "that a garbage collection has run waits for a call",

@@ -878,7 +878,7 @@ async def test_a_payload_that_is_no_longer_wanted_takes_no_slot(pair: Pair) -> N
 
 
 async def test_s6_a_payload_whose_call_is_cancelled_while_it_is_stored_is_not_sent(pair: Pair) -> None:
-    """By a `__del__` that a garbage collection runs there."""
+    """By a __del__ that a garbage collection runs there."""
     slots = pair.arena
     ticket = Ticket()
     ticket.wanted = False

@@ -127,4 +127,4 @@ def test_a_collection_that_waits_for_a_nested_call_in_the_midst_of_another_one_i
     )
     assert Threads.step_aside(threads, 1)
     assert len(refused) == 3
-    assert all(text.startswith("a `__del__` that a garbage collection has run waits for a call") for text in refused)
+    assert all(text.startswith("a __del__ that a garbage collection has run waits for a call") for text in refused)

@@ -176,7 +176,7 @@ class Family:
         plain = self.families.plain
         if _is_within(sys._getframe(1)):
             raise RuntimeError(
-                "a `__del__` that a garbage collection has run waits for a call, in the middle of a step of percore that has to "
+                "a __del__ that a garbage collection has run waits for a call, in the middle of a step of percore that has to "
                 "end first: make such calls before, in a `with` block or a method that closes the object"
             )
         with self._waiting:
