@@ -289,6 +289,7 @@ def deaf(story: str, loop: str, *arguments: str) -> None:
     """As on_terminal, but the user's own program takes no notice of Ctrl-C."""
     signal.signal(signal.SIGINT, lambda *_: None)
     on_terminal(story, loop, *arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own end restores what a signal does, unless it is ignored
 
 
 # For programs of other modules
