@@ -40,6 +40,13 @@ def current_member(runner: "Runner", index: int = 0) -> "PoolWorker | None":
     return runner._supervisor.slots[index].current
 
 
+def current_pid(runner: "Runner") -> int | None:
+    """The process of the first worker of the pool; None until it has one. The first start of a program may still import modules."""
+    supervisor: Supervisor | None = getattr(runner, "_supervisor", None)
+    member = supervisor.slots[0].current if supervisor is not None else None
+    return member.pid if member is not None else None
+
+
 @contextmanager
 def sent_by(runner: "Runner") -> "Iterator[list[Any]]":
     """Record the calls that are sent to the workers of now, in order."""

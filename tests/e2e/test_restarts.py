@@ -20,7 +20,7 @@ from tests.e2e import fault_calls as calls
 from tests.e2e.deaths import HARD, all_ready, died, ended, kill, pid_of, serves
 from tests.e2e.scripts import python
 from tests.faults import LIMIT, Watch, Wire, count_lines, wait_stopped
-from tests.internals import current_member
+from tests.internals import current_pid
 from tests.rows import repeated_rows
 from tests.waiting import until
 
@@ -137,10 +137,10 @@ async def test_k5_a_worker_that_dies_in_the_moment_it_is_ready_is_replaced(metho
     points("worker.ready=kill#0.1")
     runner = percore.Runner(1, start_method=method)
     starting = asyncio.create_task(runner.start())
-    await asyncio.sleep(0)
-    while (pid := member.pid if (member := current_member(runner)) else 0) is None:  # noqa: ASYNC110
+    while not starting.done() and (pid := current_pid(runner)) is None:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    if pid:
+    if not starting.done():
+        assert pid is not None
         with Watch([pid]) as worker:
             assert worker.wait_gone(LIMIT) == []
     try:
