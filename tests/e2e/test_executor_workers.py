@@ -1,6 +1,7 @@
 """LoopPoolExecutor: what is set up in its workers, how they come and go, and what their deaths cost."""
 
 import concurrent.futures
+import functools
 import gc
 import multiprocessing
 import os
@@ -184,6 +185,15 @@ def test_t3_with_spawn_and_fork() -> None:
     with pytest.raises(ValueError, match="fork"):
         LoopPoolExecutor(1, multiprocessing.get_context("fork"), max_tasks_per_child=2)
     end_helpers()
+
+
+def test_t3_a_worker_that_has_made_way_is_no_more_among_the_processes(log: Log, gate: Gate) -> None:
+    # CPython's own test of `max_tasks_per_child` counts them. Libraries expect no more of them than `max_workers`.
+    lifespan = functools.partial(executor_jobs.slow_to_leave, log.path, gate.path)
+    with LoopPoolExecutor(1, max_tasks_per_child=1, lifespan=lifespan) as executor:
+        first, second = (executor.submit(executor_jobs.pid).result() for _ in range(2))  # the first worker waits at the gate
+        assert (first != second, list(executor._processes)) == (True, [second])
+        gate.open()
 
 
 # Deaths

@@ -115,11 +115,16 @@ class LoopPoolExecutor(Executor):
 
     @property
     def _processes(self) -> "dict[int, WorkerProcess]":
-        """The workers by pid, as libraries read them from ProcessPoolExecutor. Empty before the first call."""
+        """The workers by pid, as libraries read them from ProcessPoolExecutor. Empty before the first call.
+
+        A worker that has no calls left and was replaced is not among them, although its process may not have ended yet.
+        """
         from percore._executor.worker_process import WorkerProcess
 
         jobs = self._portal.jobs
-        found = [] if jobs is None else list(jobs.supervisor.members)
+        members = [] if jobs is None else sorted(jobs.supervisor.members, key=lambda member: member.generation)
+        last = {member.index: member for member in members}
+        found = [member for member in members if member.calls or last[member.index] is member]
         return {member.pid: WorkerProcess(member.pid, member.index) for member in found if member.pid is not None}
 
     @property
