@@ -62,7 +62,12 @@ def test_the_loop_imports_what_pages_need_in_several_turns(monkeypatch: pytest.M
             raise LookupError("the first page is written")
 
     later: list[Any] = []
-    loop: Any = SimpleNamespace(call_later=lambda _seconds, callback: later.append(callback))
+
+    def call_later(_seconds: float, callback: Any) -> Any:
+        later.append(callback)
+        return SimpleNamespace(when=lambda: 0.0, cancel=lambda: None)
+
+    loop: Any = SimpleNamespace(call_later=call_later, time=lambda: 0.0)
     imported: list[str] = []
     watched: Any = SimpleNamespace(on_rest=None)
 

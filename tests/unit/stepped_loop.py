@@ -118,6 +118,8 @@ class StepChannel:
 
     def release(self, _payload: Any) -> None: ...
 
+    def catch_up(self) -> None: ...
+
     def receive(self) -> None:
         """Deliver what the worker has sent."""
         messages, self.worker.outbox = self.worker.outbox, []

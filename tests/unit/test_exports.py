@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from percore._common import endings as module
 from percore._common.endings import Endings
 from percore._transport.leases import export
 
@@ -239,6 +240,24 @@ async def test_an_interrupted_ending_does_not_keep_later_ones_waiting(in_loop: b
             endings.add(told)
         endings.add(told)
     assert told.count == 2
+
+
+def test_an_ending_that_comes_a_second_after_the_loop_was_asked_in_vain_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C that comes just before a callback has the loop drop it."""
+    asked: list[Callable[[], None]] = []
+    loop: Any = SimpleNamespace(call_soon_threadsafe=asked.append)
+    now = 100.0
+    monkeypatch.setattr(module, "monotonic", lambda: now)
+    endings, told = Endings(loop), Told()
+    for _ in range(2):
+        endings.add(told)
+    assert len(asked) == 1
+    now += 1.5
+    for _ in range(2):
+        endings.add(told)
+    assert len(asked) == 2
+    asked[-1]()
+    assert told.count == 4
 
 
 def test_the_loop_is_asked_once_for_many() -> None:

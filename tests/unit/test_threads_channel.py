@@ -187,6 +187,25 @@ def test_what_reading_raises_breaks_the_channel(pair: Pair) -> None:
     assert type(pair.broken[-1]) is KeyboardInterrupt
 
 
+@pytest.mark.parametrize("gil", [True, False])
+def test_an_interrupted_ring_leaves_the_messages_to_the_next_one(monkeypatch: pytest.MonkeyPatch, gil: bool) -> None:
+    monkeypatch.setattr(module, "has_gil", lambda: gil)
+    pair = opened()
+    taken: list[int] = []
+    pair.on_worker_frame = lambda messages: taken.extend(call_id for _, call_id, _ in messages)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.worker_loop, "call_soon_threadsafe", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.channel.send(1, 1, None)
+    pair.channel.send(1, 2, None)
+    pair.worker_loop.turn()
+    assert taken == [1, 2]
+
+
 def test_a_reference_unpickles_to_its_object_while_it_exists() -> None:
     thing = object()
     reference = Reference(thing)

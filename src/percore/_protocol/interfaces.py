@@ -258,6 +258,9 @@ class Channel(Side, Protocol):
     def receive(self) -> None:
         """Deliver everything that has arrived. Called once a worker has ended, for its last messages."""
 
+    def catch_up(self) -> None:
+        """Do what the loop was to do soon: it may have lost that, if an exception such as a Ctrl-C came just before a callback."""
+
     def has_read(self) -> bool:
         """Whether the worker has read everything sent. If not, `on_batch` is called when it has."""
 

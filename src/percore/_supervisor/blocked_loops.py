@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from percore._common.log import report
 from percore._scheduler.blocking import LoopWatch, Step
 from percore._scheduler.lifecycle import State
-from percore._supervisor.timing import LATENESS
+from percore._supervisor.timing import LATENESS, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -37,6 +37,8 @@ class BlockedLoops:
         self._blocking: dict[PoolWorker, str] = {}
         """The functions that block workers, as far as they are known."""
         self._timer: asyncio.TimerHandle | None = None
+        self.on_look: Callable[[], None] = lambda: None
+        """Called at each look that another one follows, since workers have calls."""
         self.on_rest: Callable[[], None] = lambda: None
         """Called when no worker is watched any more, so that the next call arms the watch."""
 
@@ -46,6 +48,13 @@ class BlockedLoops:
         self.is_armed = True
         if self._timer is None:  # a log handler that submits within `_look` has armed it
             self._timer = self._loop.call_later(self._after / 2, self._look)
+
+    def catch_up(self) -> None:
+        """Go on watching if the loop has lost the timer."""
+        if self._timer is not None and is_lost(self._timer, self._loop):
+            self._timer.cancel()
+            self._timer = None
+            self.arm()
 
     def look_members(self) -> None:
         """Stop the watch if no worker is left. To be called when a worker has ended. The next call arms the watch again."""
@@ -90,6 +99,8 @@ class BlockedLoops:
         finally:
             if watched or self.told:
                 self.arm()
+                if watched:
+                    self.on_look()
             else:
                 self.on_rest()
 

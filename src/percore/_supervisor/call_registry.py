@@ -110,6 +110,15 @@ class CallRegistry:
             if clock is not None:
                 clock.stop()
 
+    def catch_up(self) -> None:
+        """Go on with what the loop has lost."""
+        self.turn.catch_up()
+        rates: Rates | None = vars(self).get("rates")
+        steps = [self.limits.catch_up, *([] if rates is None else [rates.catch_up])]
+        if self.is_refusing:
+            steps.append(self._refuse_more)
+        Faults("lost callbacks were made up for").run(*steps)
+
     def pending(self) -> list[PendingCall]:
         """Return all calls that have not ended, and maybe some that have, but no items that wait to be sent in batches."""
         held: list[PendingCall] = []

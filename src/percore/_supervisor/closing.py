@@ -18,7 +18,7 @@ from percore._common.log import Faults
 from percore._protocol.messages import CANCEL
 from percore._scheduler.phase import Phase, PhaseEvent
 from percore._supervisor.pool_worker import PoolWorker
-from percore._supervisor.timing import DeadlineTimer
+from percore._supervisor.timing import DeadlineTimer, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,6 +173,14 @@ class Closing:
     def _arm_kill(self) -> None:
         if self._kill_timer is None:
             self._kill_timer = DeadlineTimer(self._loop, self._kill_after, self.kill_all)
+
+    def catch_up(self) -> None:
+        """Go on with a close whose timer the loop has lost."""
+        if self._grace_timer is not None and is_lost(self._grace_timer, self._loop):
+            self._grace_timer.cancel()
+            self._cut()
+        if self._kill_timer is not None:
+            self._kill_timer.catch_up()
 
     def _stop_timers(self) -> None:
         for timer in (self._grace_timer, self._kill_timer):

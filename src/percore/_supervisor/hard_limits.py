@@ -16,7 +16,7 @@ from percore._common.log import Faults
 from percore._protocol.messages import CANCEL
 from percore._scheduler.deadlines import Deadlines, end_of_pause, grain, rounded_up
 from percore._scheduler.overruns import Overruns, Step, steps, waits
-from percore._supervisor.timing import LATENESS
+from percore._supervisor.timing import LATENESS, is_lost
 
 if TYPE_CHECKING:
     import asyncio
@@ -99,6 +99,12 @@ class HardLimits:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def catch_up(self) -> None:
+        """Look soon if the loop has lost the timer."""
+        if is_lost(self._timer, self._loop):
+            self.stop()
+            self._set_timer(self._due)
 
     def _look(self) -> None:
         self._timer = None

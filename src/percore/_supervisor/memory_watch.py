@@ -9,6 +9,7 @@ from percore._common.worker_errors import mebibytes
 from percore._scheduler.lifecycle import State
 from percore._scheduler.memory_limit import LONGEST_WAIT, MemoryLimit, Verdict
 from percore._scheduler.phase import Replaces, RunnerPhase
+from percore._supervisor.timing import is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +61,13 @@ class MemoryWatch:
         """Watch the workers. To be called when one has started."""
         if self._timer is None and self._sampling is None:
             self._timer = self._loop.call_later(_EVERY, self._begin)
+
+    def catch_up(self) -> None:
+        """Go on watching if the loop has lost the timer."""
+        if self._timer is not None and is_lost(self._timer, self._loop):
+            self._timer.cancel()
+            self._timer = None
+            self.arm()
 
     def look_members(self) -> None:
         """Stop if no worker is left. To be called when a worker has ended."""

@@ -33,6 +33,7 @@ from percore._supervisor.pool_changes import PoolChanges
 from percore._supervisor.pool_reports import worker_is_ready, worker_starts, workers_are_ready, workers_have_ended
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.stream_items import StreamItems
+from percore._supervisor.timing import is_lost
 from percore._supervisor.worker_reports import WorkerReports
 from percore._supervisor.worker_slot import WorkerSlot
 
@@ -440,6 +441,16 @@ class Pool:
         """Log what the workers have done, unless their start has failed, which raised. To be called when none is left."""
         if self.opened_at is not None:
             workers_have_ended(self.all_slots, self._loop.time() - self.opened_at)
+
+    def catch_up(self) -> None:
+        """Go on with what the loop has lost."""
+        members = [member for member in self.members if member.is_attached]
+        steps = [self.blocked_loops.catch_up, *(member.worker.channel.catch_up for member in members)]
+        steps += [member.timer.catch_up for member in members if member.timer is not None]
+        steps += [partial(self._spawn, slot) for slot in self.slots if is_lost(slot.timer, self._loop)]
+        if self.memory_watch is not None:
+            steps.append(self.memory_watch.catch_up)
+        Faults("lost callbacks were made up for").run(*steps)
 
     def stop_timers(self) -> None:
         """Cancel all starts that are delayed or wait for a place."""

@@ -2,6 +2,9 @@
 
 A timer runs only while calls are under way, or once after workers have changed. A page without a time for the next one (`due`) thus
 belongs to a runner at rest, and one whose time is over to a program whose event loop is blocked.
+
+While calls are under way, the timer also has the supervisor make up for callbacks that the loop has lost (see `timing`). The watch
+of blocked loops makes up for the loss of this timer.
 """
 
 import asyncio
@@ -15,6 +18,7 @@ from weakref import ref
 import percore
 from percore._common.log import report
 from percore._common.system import HAS_MEMFD
+from percore._supervisor.timing import LATENESS, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +60,9 @@ class Published(Protocol):
     def is_busy(self) -> bool:
         """Whether calls are under way."""
 
+    def catch_up(self) -> None:
+        """Make up for callbacks that the loop has lost (see `timing`)."""
+
     def has_nodes(self) -> bool:
         """Whether workers are on nodes."""
 
@@ -80,7 +87,7 @@ class Publication:
         self._loop = loop
         self._published = ref(published)
         self._blocked_loops = blocked_loops
-        blocked_loops.on_rest = self._disarm
+        blocked_loops.on_look, blocked_loops.on_rest = self.touch, self._disarm
         self._is_on = is_on and HAS_MEMFD
         self._number = next(_numbers)
         self._page: PageFile | None = None
@@ -99,7 +106,11 @@ class Publication:
 
     def touch(self) -> None:
         """Publish soon, because something has changed."""
-        if self._is_on and self._timer is None and not self._is_closed:
+        timer = self._timer
+        if timer is not None and is_lost(timer, self._loop):
+            timer.cancel()  # it may only be late
+            timer = None
+        if timer is None and not self._is_closed:
             self._timer = self._loop.call_later(self._period, self._publish)
 
     def close(self) -> None:
@@ -110,6 +121,10 @@ class Publication:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._take_away()
+
+    def _take_away(self) -> None:
+        self._is_on = False
         if self._page is not None:
             self._page.close()
             self._page = None
@@ -118,13 +133,13 @@ class Publication:
         self.is_armed = False
 
     def _publish(self) -> None:
+        assert self._timer is not None, "it has just called this"
+        is_late = self._loop.time() - self._timer.when() >= LATENESS
         self._timer = None
-        if (name := next((name for name in _MODULES if name not in sys.modules), None)) is not None:
+        if self._is_on and (name := next((name for name in _MODULES if name not in sys.modules), None)) is not None:
             percore._import_uncollected(name)  # now: the first page comes after the start, which need not wait for this
             self._timer = self._loop.call_later(0, self._publish)
             return
-        from percore._monitor.page import PageFile, encode, page_of
-
         published = self._published()
         if published is None:
             self.close()
@@ -132,8 +147,16 @@ class Publication:
         is_busy = published.is_busy()
         if is_busy:
             self.touch()
+            if not is_late:  # else what seems to be lost may be about to be called
+                published.catch_up()
         else:
             self.is_armed = False
+        if self._is_on:
+            self._write(published, is_busy=is_busy)
+
+    def _write(self, published: Published, *, is_busy: bool) -> None:
+        from percore._monitor.page import PageFile, encode, page_of
+
         try:
             if self._page is None:
                 self._page = PageFile()
@@ -143,7 +166,7 @@ class Publication:
             elsewhere = () if self._elsewhere is None else self._elsewhere.found
             self._page.write(encode(page_of(statistics, self._number, now, due, elsewhere)))
         except OSError as error:  # no descriptor or no memory is left; the program's work needs no page
-            self.close()  # a page that nobody writes any more would look like a blocked program
+            self._take_away()  # a page that nobody writes any more would look like a blocked program
             report(logging.DEBUG, "percore top cannot show this runner: its page could not be written: %s", error)
         else:
             self._period = max(_PERIOD, _REST * (thread_time() - began))

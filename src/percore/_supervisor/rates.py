@@ -23,6 +23,7 @@ from percore._calls.policy import DEFAULT, CallPlan
 from percore._common.log import Faults
 from percore._scheduler.buckets import Bucket
 from percore._scheduler.deadlines import Deadlines
+from percore._supervisor.timing import is_lost
 
 if TYPE_CHECKING:
     import asyncio
@@ -249,6 +250,14 @@ class Rates:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def catch_up(self) -> None:
+        """Set the timer again if the loop has lost it, and let calls begin."""
+        if is_lost(self._timer, self._loop):
+            self.stop()
+            self._set_timer()
+        if self._is_advancing:
+            self._advance()
 
     def _set_timer(self) -> None:
         when = self._wakes.next()

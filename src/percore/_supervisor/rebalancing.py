@@ -49,6 +49,15 @@ class Rebalancing:
                 handle.cancel()
         self._next = self._again = None
 
+    def catch_up(self) -> None:
+        """Look now, instead of soon: the loop may have lost the look."""
+        if self._next is not None:
+            self._next.cancel()
+            self._look()
+        if self._again is not None:
+            self._again.cancel()
+            self._look_again()
+
     def _look(self) -> None:
         self._next = None
         recall = self._dispatch.recall()

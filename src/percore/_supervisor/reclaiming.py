@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from weakref import ref
 
 from percore._monitor.memory import resident_memory
+from percore._supervisor.timing import is_lost
 
 FIRST: Final = 1.0
 """Seconds between two wake-ups while calls are under way, and up to the first one after that."""
@@ -88,6 +89,12 @@ class Reclaiming:
         if self._timer is None or self._delay != FIRST:
             self._stop()
             self._delay, self._heavy_for = FIRST, 0.0
+            self._start()
+
+    def catch_up(self) -> None:
+        """Go on if the loop has lost the timer."""
+        if is_lost(self._timer, self._loop):
+            self._stop()
             self._start()
 
     def close(self) -> None:

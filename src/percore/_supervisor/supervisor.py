@@ -92,8 +92,9 @@ class Supervisor:
         self._blocked_loops = pool.blocked_loops
         self._publication = Publication(loop, self, pool.blocked_loops, is_on=self.meters.is_on)
         watch: Publication | Reclaiming = self._publication
+        self._waker: Reclaiming | None = None
         if IS_FREE_THREADED and engine.rouse is not None:
-            watch = self._reclaiming(loop, engine.rouse)
+            watch = self._waker = self._reclaiming(loop, engine.rouse)
         self.calls.watch = watch
         self.closing = Closing(engine, self.calls, pool, self.admission, self._rebalancing, watch, options.kill_after)
         self.streams = Streams(loop, self.submission, self.contexts, self.admission, self.closing)
@@ -194,6 +195,15 @@ class Supervisor:
         """Return the workers with their roles, as records of usage have them, by slot."""
         members = sorted(self.members, key=lambda member: (member.index, member.generation))
         return [(f"worker {member.index}", member.worker) for member in members]
+
+    def catch_up(self) -> None:
+        """Implement `Published`."""
+        steps = [self.calls.catch_up, self.pool.catch_up, self._rebalancing.catch_up, self.closing.catch_up]
+        if self._waker is not None:
+            steps.append(self._waker.catch_up)
+        if self._is_settling:
+            steps.append(self._settle)
+        Faults("lost callbacks were made up for").run(*steps)
 
     def has_nodes(self) -> bool:
         """Implement `Published`."""

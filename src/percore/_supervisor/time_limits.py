@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from percore._common.log import Faults
 from percore._protocol.messages import CANCEL, WITHDRAW
 from percore._scheduler.deadlines import end_of_pause, grain, rounded_up
+from percore._supervisor.timing import is_lost
 
 if TYPE_CHECKING:
     import asyncio
@@ -105,6 +106,14 @@ class TimeLimits:
             self._due = when
             # Never at once: a loop whose clock has coarse ticks would run the timer again and again until its time has come.
             self._timer = self._loop.call_later(max(SETTLED, when - monotonic()), self._look)
+
+    def catch_up(self) -> None:
+        """Look soon if the loop has lost the timer."""
+        if is_lost(self._timer, self._loop):
+            self.stop()
+            self._set_timer(self._due)
+        if self.hard is not None:
+            self.hard.catch_up()
 
     def _look(self) -> None:
         self._timer = None

@@ -1,4 +1,9 @@
-"""The time as the supervisor reads it: that of an iteration of the loop, and timers for deadlines."""
+"""The time as the supervisor reads it: that of an iteration of the loop, and timers for deadlines.
+
+An exception such as a Ctrl-C may come when the loop has taken a callback and not yet begun it. Then nobody calls that callback. A
+part that waits for it, such as one with a single timer, would do nothing any more. So each such part has a method `catch_up`, and
+`Publication` has the supervisor call all of them twice a second while calls are under way.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -7,6 +12,11 @@ from typing import Final
 LATENESS: Final = 1.0
 """Seconds of lateness of a timer from which on this process must have been stopped, or user code has blocked its loop. The workers
 were probably stopped, too."""
+
+
+def is_lost(timer: asyncio.TimerHandle | None, loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether the loop has taken a timer and not called it, or is very late. Cancel it before it is replaced."""
+    return timer is not None and loop.time() - timer.when() >= LATENESS
 
 
 class Turn:
@@ -29,6 +39,10 @@ class Turn:
     def _end(self) -> None:
         self._time = None
 
+    def catch_up(self) -> None:
+        """Let the time go on, if the loop has lost the end of an iteration."""
+        self._time = None
+
 
 class DeadlineTimer:
     """A timer for a deadline after which a worker is killed. Time in which this process itself did not run does not count.
@@ -43,13 +57,29 @@ class DeadlineTimer:
         self._loop = loop
         self._seconds = seconds
         self._callback = callback
-        self._timer = loop.call_later(seconds, self._look)
+        self._timer: asyncio.TimerHandle | None = loop.call_later(seconds, self._look)
 
     def cancel(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _look(self) -> None:
+        assert self._timer is not None, "it has just called this"
         if self._loop.time() - self._timer.when() < LATENESS:
-            self._callback()
+            self._end()
         else:
-            self._timer = self._loop.call_later(self._seconds, self._callback)
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self._timer = self._loop.call_later(self._seconds, self._end)
+
+    def _end(self) -> None:
+        self._timer = None
+        self._callback()
+
+    def catch_up(self) -> None:
+        """Start again with the same time, if the loop has lost the timer."""
+        if is_lost(self._timer, self._loop):
+            self.cancel()
+            self._start_again()

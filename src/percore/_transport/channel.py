@@ -234,6 +234,11 @@ class Channel:
         self._is_lazy = False
         self.flush()
 
+    def catch_up(self) -> None:
+        """Do what the loop was to do soon, in case it has lost that."""
+        self._ends_turn = self._is_lazy = False
+        self.flush()
+
     def send_payload(
         self,
         op: int,

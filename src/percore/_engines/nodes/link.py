@@ -175,6 +175,11 @@ class NodeLink:
             raise
         self.connection.write()
 
+    def catch_up(self) -> None:
+        """Send what was to be sent soon, in case the loop has lost that."""
+        if self._dirty:
+            self._flush()
+
     def keep(self, parcel: int, data: memoryview | bytes, let_go: Callable[[], None]) -> None:
         """Give the host a payload. `let_go` is called when its memory is not needed any more."""
         self.put(Kind.KEEP, parcel, data, let_go=let_go)

@@ -81,9 +81,14 @@ class _Side:
 
     def ring(self) -> None:
         """Have the loop of this side take its messages. From any thread."""
-        self.rung_at = monotonic()
-        with suppress(RuntimeError):  # the loop is closed: nobody will take them
-            self.loop.call_soon_threadsafe(self._woken, context=self._context)
+        try:
+            self.rung = True  # first: the loop's thread may take them at once
+            self.rung_at = monotonic()
+            with suppress(RuntimeError):  # the loop is closed: nobody will take them
+                self.loop.call_soon_threadsafe(self._woken, context=self._context)
+        except BaseException:  # such as a Ctrl-C: the next message rings
+            self.rung = False
+            raise
 
     def _woken(self) -> None:
         self.rung = False
@@ -101,8 +106,8 @@ class _Side:
         finally:
             self.is_reading = False
         if self.inbox and not self.rung:
-            self.rung = True
             self.loop.call_soon(self._woken, context=self._context)
+            self.rung = True
 
     def _all_read(self) -> None:
         if self.is_open and self.on_batch is not None:
@@ -139,7 +144,6 @@ def _sender(own: _Side, peer: _Side) -> Send:
         if own.is_open:  # else this side has ended, or was given up
             append((op, call_id, body))
             if not peer.rung:
-                peer.rung = True
                 peer.ring()
 
     return send
@@ -168,9 +172,9 @@ class ThreadChannel(_Side):
             if self.is_open:
                 append((op, call_id, body))
                 if not self._has_rung and not peer.rung:
-                    self._has_rung = peer.rung = True
                     peer.ring()
                     self.loop.call_soon(self._end_turn)
+                    self._has_rung = True
 
         return send
 
@@ -178,7 +182,6 @@ class ThreadChannel(_Side):
         self._has_rung = False
         peer = self.peer
         if peer.inbox and not peer.rung:
-            peer.rung = True
             peer.ring()
 
     @property
@@ -203,6 +206,11 @@ class ThreadChannel(_Side):
     def receive(self) -> None:
         while self.inbox and self.is_open:
             self._woken()
+
+    def catch_up(self) -> None:
+        self._end_turn()
+        if self.inbox:
+            self.loop.call_soon(self._woken, context=self._context)
 
     def has_read(self) -> bool:
         peer = self.peer
@@ -243,7 +251,6 @@ class WorkerSide(_Side):
         """Ring the supervisor, unless it is rung."""
         peer = self.peer
         if not peer.rung:
-            peer.rung = True
             peer.ring()
 
     def is_flushed(self) -> bool:
