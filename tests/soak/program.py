@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import percore
 from percore._common.measuring import Histogram, bucket_of, middle_of
+from percore._scheduler.keys import Keys
 from percore._scheduler.lifecycle import State
 from tests.chaos import calls
 from tests.chaos.load import ENDLESS, Load
@@ -60,9 +61,10 @@ def objects() -> int:
 
 
 def age(*runners: percore.Runner) -> None:
-    """Put the histograms of all calls where years of calls would have put them: each bucket is there, with a large count.
+    """Put what is bounded, and fills for hours, where years of calls would have put it.
 
-    A histogram is bounded, but rare durations fill it for days, and it takes hours until each slot has run each function.
+    Each bucket of a histogram is there, with a large count: rare durations fill it for days, and it takes hours until each slot has
+    run each function. Each key has its lane in each queue: it takes hours until a call of each key has waited in each of them.
     """
     for runner in runners:
         for meter in supervisor_of(runner).meters.all():
@@ -72,6 +74,10 @@ def age(*runners: percore.Runner) -> None:
         if type(one) is Histogram and one.count < AGE:
             for bucket in range(bucket_of(MOST_MEASURED)):
                 one.add(int(middle_of(bucket)), AGE)
+        elif type(one) is Keys:
+            for name in list(one._keys):
+                for queue in list(one._queues):
+                    one._lane(name, queue)
 
 
 class Counting(logging.Handler):
