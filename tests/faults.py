@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -100,11 +100,12 @@ class Program:
         points: str = "",
         dev: bool = False,
         module: str = "tests.e2e.fault_programs",
+        prefix: Sequence[str] = (),
     ) -> None:
-        """`terminal`: the program's side of a pseudo-terminal, to be its controlling one."""
+        """`terminal`: the program's side of a pseudo-terminal, to be its controlling one. `prefix`: a command that runs it."""
         self.stderr_path = stderr
         self._buffer = b""
-        command = [sys.executable, *(["-X", "dev", "-W", "error"] if dev else []), "-m", module, *arguments]
+        command = [*prefix, sys.executable, *(["-X", "dev", "-W", "error"] if dev else []), "-m", module, *arguments]
         if terminal is not None:
             command = [sys.executable, "-I", "-S", "-c", _ON_TERMINAL, *command]
         with open(stderr, "wb") as error:

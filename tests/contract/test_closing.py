@@ -286,6 +286,27 @@ async def test_x2_closing_while_it_starts(make: MakeRunner, log: Log, gate: Gate
         _ = runner.submit(jobs.echo)
 
 
+async def test_x2_cancelled_with_all_tasks_as_its_last_worker_has_ended(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task that releases what the workers shared is cancelled before its first step, in which it would do nothing."""
+    loop, cancelled = asyncio.get_running_loop(), list[str]()
+    create_task = loop.create_task
+
+    def cancelled_at_once(coro: Any, *, name: str = "", **options: Any) -> "asyncio.Task[Any]":
+        task = create_task(coro, name=name, **options)
+        if name == "percore-close" and not cancelled:
+            cancelled.append(name)
+            task.cancel()
+        return task
+
+    runner = make()
+    await runner.start()
+    monkeypatch.setattr(loop, "create_task", cancelled_at_once)
+    with pytest.raises(asyncio.CancelledError):
+        await runner.aclose()
+    assert cancelled
+    assert repr(runner).startswith("<percore.Runner closed")
+
+
 @spawned
 @in_processes
 async def test_a_worker_that_dies_while_it_closes_leaves_no_future_undone(make: MakeRunner, log: Log, gate: Gate) -> None:

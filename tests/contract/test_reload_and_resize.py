@@ -224,6 +224,27 @@ async def test_a_cancelled_resize_leaves_as_many_workers_as_there_were(make: Mak
         assert len(await runner.broadcast(jobs.aecho)) == 2
 
 
+async def test_a_resize_that_fails_before_it_starts_a_worker_leaves_as_many_as_there_were(
+    make: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot that was added has no worker yet, and nothing would give it one."""
+    async with make(1) as runner:
+        pool = supervisor_of(runner).pool
+        grow = pool.grow
+
+        def interrupted(workers: int) -> None:
+            grow(workers)
+            raise MemoryError
+
+        monkeypatch.setattr(pool, "grow", interrupted)
+        with pytest.raises(MemoryError):
+            await runner.resize(3)
+        monkeypatch.undo()
+        assert len(runner.statistics().workers) == 1
+        await runner.resize(2)
+        assert await runner.run(jobs.aecho, 1) == 1
+
+
 async def test_reloads_and_resizes_run_in_order_and_reloads_that_wait_are_one(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"

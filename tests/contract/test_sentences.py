@@ -463,6 +463,10 @@ SENTENCES: Final[dict[str, Use]] = {
         "cannot be watched",
     ),
     "the fork server could not start a worker: %s": launched_in_vain,
+    "no thread can be started: …": at(
+        "tests/e2e/test_process_limits.py::test_r8_a_worker_that_can_start_no_thread_says_so_and_starts_them_later",
+        "no thread can be started: ",
+    ),
     "the fork server (pid %d) died %s, and its workers with it%s": at(
         "tests/e2e/test_fork_server_deaths.py::test_its_own_death_is_named_and_usage_shows_it", "and its workers with it"
     ),

@@ -26,7 +26,7 @@ import percore
 from percore._engines.processes import fork_server_launcher, launch, multiprocessing_launcher
 from percore._engines.processes.descriptors import Fd, kept_in_forks, let_go, pipe
 from percore._engines.processes.fork_server_launcher import ForkedProcess, ForkServerLauncher
-from percore._engines.processes.fork_servers import ForkServerProcess, servers
+from percore._engines.processes.fork_servers import ForkServerProcess, fingerprint, servers
 from tests.e2e import launch_jobs
 from tests.e2e.launch_jobs import CODES, Launcher, open_launcher, start_ready
 from tests.e2e.limit_programs import kinds
@@ -524,17 +524,23 @@ async def test_executors_keep_the_fork_server_until_nobody_has_a_share() -> None
 
 _PRELOADED = """
 import os
+import signal
 import threading
 
 PID = os.getpid()
 FILE = open(__file__)
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, signal.SIG_DFL)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 _PRELOADING = """
 import asyncio
 import multiprocessing
 import os
+import signal
 import sys
+from contextlib import suppress
 
 import percore
 
@@ -546,7 +552,13 @@ def where():
 
 
 async def runner():
-    async with percore.Runner(1) as runner:
+    async with percore.Runner(2) as runner:
+        server = await runner.run(os.getppid)
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            os.kill(server, signum)
+        with suppress(percore.WorkerDied):
+            await runner.run(os._exit, 3)
+        assert {await runner.run(os.getppid) for _ in range(20)} == {server}
         return await runner.run(where)
 
 
@@ -565,7 +577,7 @@ if __name__ == "__main__":
 
 
 def test_a_fork_server_imports_what_the_program_has_named_to_multiprocessing(tmp_path: Path) -> None:
-    """Descriptors and threads of such modules do no harm; a module that raises is reported once, and imported by nobody."""
+    """Descriptors, threads and signal handlers of such modules do no harm. One that raises is reported once."""
     (tmp_path / "heavy.py").write_text(_PRELOADED)
     (tmp_path / "broken.py").write_text("import heavy\nraise ValueError('by its author')\n")
     (tmp_path / "program.py").write_text(_PRELOADING)
@@ -672,6 +684,68 @@ async def test_a_finalizer_may_use_the_fork_servers_while_one_is_started(monkeyp
     assert finalized
     assert len(servers.pids()) == 1
     await launcher.aclose()
+
+
+def test_a_fork_server_whose_end_is_interrupted_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next close would wait for ever for the death of one that nobody has killed."""
+
+    def interrupt(pidfd: int, signum: int) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    server = ForkServerProcess("tests.e2e.launch_jobs")
+    monkeypatch.setattr(signal, "pidfd_send_signal", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        server.end()
+    server.end()
+    server.wait_dead()
+    assert server.reap()
+
+
+@both
+async def test_a_signal_whose_handler_raises_while_a_process_is_started_leaves_none(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C that comes meanwhile is held back, and delivered when the process runs and nobody knows its pid."""
+    launcher = open_launcher(kind, "obey")
+    before, set_mask = kinds(), signal.pthread_sigmask
+
+    def interrupt(how: int, mask: Any) -> Any:
+        result = set_mask(how, mask)
+        if how == signal.SIG_SETMASK:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(signal, "pthread_sigmask", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(b"exit 3", [], End())
+    assert kinds() == before
+    assert psutil.Process().children() == []
+    end = End()
+    launcher.launch(b"exit 3", [], end)
+    assert await end.code() == 3
+    await launcher.aclose()
+
+
+def test_variables_that_another_thread_deletes_cost_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. the names are listed  2. another thread deletes one  3. its value is read."""
+
+    class Deleted(dict[bytes, bytes]):
+        def __getitem__(self, name: bytes) -> bytes:
+            if name == b"PYTHON_GONE":
+                raise KeyError(name)
+            return super().__getitem__(name)
+
+    monkeypatch.setenv("PYTHON_STAYS", "1")
+    monkeypatch.setenv("PYTHON_GONE", "1")
+    deleted = Deleted(os.environ._data)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patched:
+        for environ in (os.environ, os.environb):
+            patched.setattr(environ, "_data", deleted)
+        text = str(fingerprint())
+    assert "PYTHON_STAYS" in text
+    assert "PYTHON_GONE" not in text
 
 
 async def test_a_start_that_fails_before_its_first_launch_ends_the_fork_server_it_has_started() -> None:

@@ -4,6 +4,7 @@ The launcher's side is real, with its sockets and a real loop. The test has the 
 """
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from percore._engines.processes.engine import ProcessWorker
 from percore._engines.processes.fork_server_launcher import ForkedProcess, _Request
-from percore._engines.processes.fork_servers import servers
+from percore._engines.processes.fork_servers import NoRoom, servers
 from percore._engines.processes.launch import ENTRY
 from percore._protocol.messages import BrokenFrame
 from percore._worker_process.world import BORN, EXITED, FAILED, REPORT
@@ -154,6 +155,54 @@ async def test_v9_a_second_birth_is_no_report(launch: Callable[[], Launch]) -> N
         child.kill()
     await one.over()
     assert len(one.ends) == 1
+
+
+async def test_a_request_that_fails_when_it_is_sent_again_ends_the_launch(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """Nobody but the launch itself hears of it: it is a timer of the loop."""
+    launcher: Any = type("Launcher", (), {"preload": ""})()
+    for error in (OSError(errno.EAGAIN, "no more"), KeyError("HOME"), RuntimeError("no interpreter")):
+        with subtests.test(error=error):
+            answers: list[Exception] = [error, NoRoom()]
+
+            def send(_preload: str, _fds: list[Any], answers: list[Exception] = answers) -> None:
+                raise answers.pop()
+
+            monkeypatch.setattr(servers, "send", send)
+            ends: list[int | None] = []
+            process = ForkedProcess(asyncio.get_running_loop(), launcher, _Request(ENTRY, b"", []), ends.append)
+            async with asyncio.timeout(10):
+                await until(lambda ends=ends: bool(ends))
+            assert ends == [None]
+            assert not process.is_lost
+            assert process.refusal.startswith(f"the fork server could not start it: {error}")
+            assert ("ulimit -u" in process.refusal) is isinstance(error, OSError)
+
+
+async def test_a_launch_that_is_interrupted_when_its_request_was_sent_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the loop would find the end of its socket readable for ever."""
+    launcher: Any = type("Launcher", (), {"preload": ""})()
+    loop, watched = asyncio.get_running_loop(), list[int]()
+    add_reader = loop.add_reader
+    request, ends = _Request(ENTRY, b"", []), list[int | None]()
+
+    def interrupt() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def watch(fd: int, *args: Any) -> None:
+        watched.append(fd)
+        add_reader(fd, *args)
+
+    monkeypatch.setattr(servers, "send", lambda _preload, _fds: None)
+    monkeypatch.setattr(loop, "add_reader", watch)
+    monkeypatch.setattr(request, "sent", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ForkedProcess(loop, launcher, request, ends.append)
+    (fd,) = watched
+    assert not loop.remove_reader(fd)
+    assert not ends
 
 
 @pytest.mark.long

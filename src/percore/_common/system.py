@@ -56,6 +56,18 @@ has_gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
 """Return whether only one thread of this process runs Python code at a time. An import may change that."""
 
 
+def limit_of_processes() -> str:
+    """Return, as a clause, why the system may refuse another process or thread, and what to do."""
+    import resource  # workers need it for nothing else
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    many = "any number of" if soft == resource.RLIM_INFINITY else soft
+    return (
+        f"this user may have {many} processes and threads, and the cgroup or the machine may allow fewer; raise the limit "
+        "(ulimit -u, pids.max)"
+    )
+
+
 def metrics_wanted() -> bool:
     """Whether runners that start now measure their calls: PERCORE_METRICS is not 0."""
     return os.environ.get("PERCORE_METRICS") != "0"

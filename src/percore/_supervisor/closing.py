@@ -87,7 +87,7 @@ class Closing:
         while not self.is_over:
             try:
                 await asyncio.shield(gone)
-                if self._releasing is None:
+                if self._releasing is None or self._releasing.done():  # done: it was cancelled before its first step
                     self._releasing = self._loop.create_task(self._release(), name="percore-close")
                 await asyncio.shield(self._releasing)
             except asyncio.CancelledError as error:

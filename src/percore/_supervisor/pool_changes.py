@@ -111,12 +111,12 @@ class PoolChanges:
             self._check()
             before = len(self._pool.slots)
             self._engine.resize(workers)
-            added = self._pool.grow(max(before, workers))
-            if POINTS:
-                point("supervisor.pool.grown")
-            # A slot that was given up must not be all that is left.
-            failed = [slot for slot in self._pool.slots[:workers] if slot.is_failed]
             try:
+                added = self._pool.grow(max(before, workers))
+                if POINTS:
+                    point("supervisor.pool.grown")
+                # A slot that was given up must not be all that is left.
+                failed = [slot for slot in self._pool.slots[:workers] if slot.is_failed]
                 await self._renewed({slot: slot.generation for slot in (*added, *failed)}, "resize")
             except BaseException:
                 self._pool.shrink(before)

@@ -25,6 +25,7 @@ from contextvars import Context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
+from percore._common.system import limit_of_processes
 from percore._worker.pacing import Pacing
 from percore._worker.turns import Turns
 
@@ -33,6 +34,19 @@ if TYPE_CHECKING:
 
 _NUDGE: Final = -1
 """In place of a call's id: the thread that takes it runs for a moment and waits again. Other negative numbers are inverted ids."""
+
+
+def started(thread: threading.Thread) -> threading.Thread:
+    """Start a thread and return it.
+
+    Raises:
+        RuntimeError: the system starts no more threads; the text says which limit to raise.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RuntimeError(f"no thread can be started: {limit_of_processes()}") from error
+    return thread
 
 
 def _run_long(_call_id: int, item: Callable[[], None]) -> None:
@@ -207,7 +221,7 @@ class Threads:
             daemon=True,
         )
         try:
-            thread.start()
+            started(thread)
         except RuntimeError:
             del self._beside[call_id], self.waiting[call_id]
             raise
@@ -271,8 +285,7 @@ class Threads:
         thread = threading.Thread(
             target=self._context.copy().run, args=(self._guard, self._work), name=f"percore-{len(self._threads)}", daemon=True
         )
-        thread.start()
-        self._threads.append(thread)
+        self._threads.append(started(thread))
         if self.on_start is not None:
             self.on_start()
 

@@ -62,6 +62,10 @@ class WorkerCore:
         if executor is not None and executor.max_tasks:
             self.server.limit(executor.max_tasks)
 
+    def fail(self, error: BaseException) -> None:
+        """Report this error in place of serving. To be called before `serve`."""
+        self._failure = self._failure or error
+
     def open(self, on_broken: Callable[[BaseException], None]) -> None:
         """Begin to receive. `on_broken` is called with the exception if the channel breaks."""
         self.calls.run(self._channel.open, self.server.receive, on_broken)

@@ -184,10 +184,7 @@ def main(data: tuple[list[str], list[str], str, list[str], bool]) -> None:
     ctl, supervisor, lifeline = map(int, sys.argv[2:])
     for fd in (ctl, supervisor, lifeline):
         os.set_inheritable(fd, False)
-    # A terminal or a service manager signals the whole process group. This process ignores the signal and ends with its supervisor.
-    for signum in HELD_BACK:
-        signal.signal(signum, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored (inherited through exec), all exit codes would be lost
+    _take_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     die_with(lifeline)
     _, modules, program, of_program, is_closed = data
@@ -195,12 +192,21 @@ def main(data: tuple[list[str], list[str], str, list[str], bool]) -> None:
         if is_closed:
             close_process()
         kept = _preload(modules, of_program)
+        _take_signals()  # again: the program's modules may have set handlers, for themselves
         set_title("fork server", program, "percore-server")
         birth = ForkServer(ctl, supervisor, may_have_threads=bool(of_program) or not HAS_SETSIG).serve()
     except BaseException:
         _tell_why(ctl)
         raise
     _become_worker(birth, kept)
+
+
+def _take_signals() -> None:
+    # A terminal or a service manager signals the whole process group. This process ignores the signal and ends with its supervisor.
+    for signum in HELD_BACK:
+        signal.signal(signum, signal.SIG_IGN)
+    # If it were ignored (as inherited through exec), all exit codes would be lost, and nobody could wait for a worker.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _tell_why(ctl: int) -> None:

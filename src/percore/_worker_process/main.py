@@ -88,7 +88,7 @@ def _run(boot: Boot, fds: Sequence[int], given: Given | None) -> int:
     if executor is None or boot.start.threads > 1:
         return _run_loop(loop, worker, partial(_drain_on_sigterm, loop, worker.server.drain) if drains else None)
     on_open = main_thread.drain_on_sigterm(loop, worker.server.drain) if drains else None
-    return main_thread.serve(partial(_run_loop, loop, worker, on_open), worker.server, _leave)
+    return main_thread.serve(partial(_run_loop, loop, worker, on_open), worker, _leave)
 
 
 def _take(boot: Boot, fds: Sequence[int]) -> tuple[WorkerEnd, list[socket.socket], int | None]:

@@ -28,19 +28,23 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import NoReturn
 
-from percore._worker.server import Server
+from percore._worker.threads import started
+from percore._worker.worker import WorkerCore
 from percore._worker_process import after_fork
 
 
-def serve(run_loop: Callable[[], int], server: Server, leave: Callable[[int], NoReturn]) -> int:
+def serve(run_loop: Callable[[], int], worker: WorkerCore, leave: Callable[[int], NoReturn]) -> int:
     """Run plain functions in this thread and the loop in another until the loop has ended. Return the exit code.
+
+    If the system starts no thread for the loop, the loop runs here, only to report that.
 
     Args:
         run_loop: runs the loop to its end and returns the exit code.
-        server: the worker's server.
+        worker: the worker.
         leave: ends the process with this exit code, if a call still runs here then.
     """
     codes: list[int] = []
+    server = worker.server
 
     def run() -> None:
         code = 1
@@ -55,7 +59,11 @@ def serve(run_loop: Callable[[], int], server: Server, leave: Callable[[int], No
         SimpleQueue[None]().get()  # for ever: the main thread ends the process
 
     server.threads.use_main()
-    threading.Thread(target=run, name="percore-loop", daemon=True).start()
+    try:
+        started(threading.Thread(target=run, name="percore-loop", daemon=True))
+    except RuntimeError as error:
+        worker.fail(error)
+        return run_loop()
     server.threads.work()
     return codes[0]
 

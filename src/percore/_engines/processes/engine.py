@@ -15,7 +15,7 @@ from percore._calls.worker_start import pickled_initializer, pickled_option, pla
 from percore._common.options import RunnerOptions, usable_cpus
 from percore._common.worker_errors import mebibytes
 from percore._engines.processes.examination import Examiner
-from percore._engines.processes.launch import Launcher, Process, last_line
+from percore._engines.processes.launch import Launcher, Process, advice_on, last_line
 from percore._engines.processes.log_receiver import LogReceiver, levels
 from percore._engines.processes.oom_kills import Counts, OomKills, counts
 from percore._protocol.interfaces import Condition, Exit, Worker
@@ -90,7 +90,7 @@ class ProcessWorker:
         if self._process.is_lost:
             reason = self._process.reason_lost
             return Exit(None, _LOST + last_line(reason), place_lost=True, report=reason.rstrip())
-        why, peak = _UNKNOWN if code is None else "", self._process.peak
+        why, peak = self._process.refusal or (_UNKNOWN if code is None else ""), self._process.peak
         if code == -signal.SIGKILL and not self._is_killed:
             why = kills.explain(before)
             if why and peak is not None:
@@ -161,7 +161,7 @@ class ProcessEngine:
     def start(
         self, index: int, generation: int, on_exit: Callable[[Exit], None], sockets: Sequence[socket.socket]
     ) -> ProcessWorker:
-        with _advice_on_descriptors():
+        with _advice_on_limits():
             return self._start(index, generation, on_exit, sockets)
 
     def _start(
@@ -252,11 +252,13 @@ class ProcessEngine:
 
 
 @contextmanager
-def _advice_on_descriptors() -> Iterator[None]:
-    """Add to the error of a process that may open no more files which limit to raise."""
+def _advice_on_limits() -> Iterator[None]:
+    """Add to the error of a process that may open no more files, or start no more processes, which limit to raise."""
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EAGAIN:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN) + advice_on(errno.EAGAIN)) from error
         if error.errno != errno.EMFILE:
             raise
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -31,8 +31,8 @@ from percore._engines.processes.descriptors import (
     packet_pair,
     pipe,
 )
-from percore._engines.processes.fork_servers import servers
-from percore._engines.processes.launch import ENTRY, Watched, interpreter, is_stream, world_for_fork
+from percore._engines.processes.fork_servers import NoRoom, servers
+from percore._engines.processes.launch import ENTRY, Watched, advice_on, interpreter, is_stream, world_for_fork
 from percore._worker_process.world import BORN, EXITED, FAILED, REPORT, receive
 
 if TYPE_CHECKING:
@@ -176,8 +176,7 @@ class ForkedProcess(Watched):
         try:
             self._ask()
         except BaseException:
-            request.sent()
-            let_go(request.lifeline)
+            self._release()
             raise
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
@@ -196,7 +195,7 @@ class ForkedProcess(Watched):
                 self._retry.cancel()
                 self._retry = self._loop.call_soon(self._finish, None)
                 return
-            let_go(self._request.lifeline)  # if the loop is closed, the report of the fork is never read
+            self._cut()  # if the loop is closed, the report of the fork is never read
             if self._timer is None and not self._loop.is_closed():
                 self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
 
@@ -208,31 +207,32 @@ class ForkedProcess(Watched):
         self._finish(None)
 
     def _ask(self, pause: float = _SOON) -> None:
-        ours, theirs = packet_pair()
-        server = None
+        """Send the request, or let it be sent later. After any exception the launch has to end: it is unknown what was sent."""
+        self._report, theirs = packet_pair()
         try:
-            server = servers.send(self._launcher.preload, [theirs, *self._request.fds])
-            self._loop.add_reader(ours.fileno(), self._on_report)
-        except BlockingIOError:  # many workers start at once, and the socket to the fork server is full
-            let_go(ours)
+            self._server = servers.send(self._launcher.preload, [theirs, *self._request.fds])
+            self._loop.add_reader(self._report.fileno(), self._on_report)
+        except NoRoom:  # many workers start at once, and the socket to the fork server is full
+            self._close_report()
             self._retry = self._loop.call_later(pause, self._ask_again, min(2 * pause, _LATER))
             return
-        except BaseException:
-            let_go(ours)  # a fork server that cannot report a worker kills it
-            servers.done(server)
-            raise
         finally:
             let_go(theirs)
         self._request.sent()
-        self._server, self._report = server, ours
 
     def _ask_again(self, pause: float) -> None:
         self._retry = None
         try:
             self._ask(pause)
-        except OSError as error:
-            report(logging.WARNING, "the fork server could not start a worker: %s", error)
-            self._finish(None)
+        except BaseException as error:  # nobody else ends this launch
+            self._refused(f"{error}{advice_on(getattr(error, 'errno', None))}")
+            if not isinstance(error, Exception):
+                raise
+
+    def _refused(self, why: str) -> None:
+        self.refusal = f"the fork server could not start it: {why}"
+        report(logging.WARNING, "the fork server could not start a worker: %s", why)
+        self._finish(None)
 
     def _on_report(self) -> None:
         kind, value, fds = self._read_report()
@@ -241,8 +241,7 @@ class ForkedProcess(Watched):
         elif kind == EXITED:
             self._finish(value)  # the fork server has reaped it, so there is no need to wait for the pidfd
         elif kind == FAILED:
-            report(logging.WARNING, "the fork server could not start a worker: %s", os.strerror(value))
-            self._finish(None)
+            self._refused(os.strerror(value) + advice_on(value))
         elif kind == _SILENCE:
             self._on_silence()
 
@@ -259,7 +258,7 @@ class ForkedProcess(Watched):
             is_watched = False
         if not is_watched:
             # Its death could not be noticed, so it must not live. The fork server reports its end, or closes the socket by dying.
-            let_go(self._request.lifeline)
+            self._cut()
         elif self._wanted is not None:
             super().kill(self._wanted)
 
@@ -290,7 +289,7 @@ class ForkedProcess(Watched):
             os.close(fd)
         self._close_report()
         if data:  # no report: the fork server is broken, and if it has forked a worker, that one must not live
-            let_go(self._request.lifeline)
+            self._cut()
             servers.retire(self._server)
         else:
             servers.lost(self._server)
@@ -318,6 +317,9 @@ class ForkedProcess(Watched):
             let_go(self._report)
             self._report = None
 
+    def _cut(self) -> None:
+        let_go(self._request.lifeline)
+
     def _release(self) -> None:
         super()._release()
         if self._retry is not None:
@@ -325,7 +327,7 @@ class ForkedProcess(Watched):
             self._retry = None
         self._close_report()
         self._request.sent()
-        let_go(self._request.lifeline)
+        self._cut()
         server, self._server = self._server, None
         servers.done(server)
         if servers.untold and not self._loop.is_closed():

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from percore._common.hardening import Closed
 from percore._common.log import report
 from percore._engines.processes.descriptors import Fd, above_streams, hold, let_go, packet_pair, pipe
-from percore._engines.processes.launch import exit_code, last_line, open_child, search_path, start_python
+from percore._engines.processes.launch import end_child, environment, exit_code, last_line, open_child, search_path, start_python
 from percore._worker_process.title import program_name
 from percore._worker_process.world import MOST_REASON, REQUEST
 
@@ -39,6 +39,13 @@ _PROGRAM = "the program"
 
 _DEATH_PATIENCE = 1000  # milliseconds that the end of the interpreter waits for a killed process
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+
+class NoRoom(Exception):
+    """There is no room for a request until the fork server has taken earlier ones.
+
+    No OSError: a BlockingIOError is also the answer of a system that starts no more processes.
+    """
 
 
 class ForkServerProcess:
@@ -60,6 +67,7 @@ class ForkServerProcess:
         self._ctl, theirs = packet_pair()
         kept: list[Closable] = [self._ctl]
         given: list[Closable] = [theirs]
+        pid: int | None = None
         try:
             supervisor = hold(Fd(above_streams(os.pidfd_open(os.getpid()))))
             given.append(supervisor)
@@ -68,10 +76,12 @@ class ForkServerProcess:
             kept.append(self._lifeline)
             fds = [theirs.fileno(), supervisor.fileno(), read_end.fileno()]
             data = (search_path(), [preload], program_name(), _preloads_of_program(), Closed.is_program)
-            self.pid = start_python(_MAIN, data, fds, stdout=False)
-            self.pidfd = open_child(self.pid)
+            self.pid = pid = start_python(_MAIN, data, fds, stdout=False)
+            self.pidfd = open_child(pid)
         except BaseException:
             let_go(*kept)
+            if pid is not None:
+                end_child(pid)
             raise
         finally:
             let_go(*given)
@@ -80,7 +90,7 @@ class ForkServerProcess:
         """Send a request with copies of these descriptors.
 
         Raises:
-            BlockingIOError: there is no room for it until the fork server has taken earlier ones.
+            NoRoom: there is no room for it.
             OSError: the fork server is dead.
         """
         numbers = [fd.fileno() for fd in fds]
@@ -88,8 +98,8 @@ class ForkServerProcess:
             socket.send_fds(self._ctl, [REQUEST.pack(len(numbers))], numbers)
         except OSError as error:
             # unix(7): a user may have as many descriptors in transit as RLIMIT_NOFILE says, and root any number.
-            if error.errno == errno.ETOOMANYREFS:
-                raise BlockingIOError(errno.EAGAIN, os.strerror(error.errno)) from None
+            if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+                raise NoRoom from None
             raise
 
     def hear(self) -> None:
@@ -103,11 +113,11 @@ class ForkServerProcess:
         if self.is_ended:
             return
         self.hear()
-        self.is_ended = True
         # PermissionError: this program has given up rights that it had at the start. Then the lifeline kills it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd.number, signal.SIGKILL)
         let_go(self._ctl, self._lifeline)
+        self.is_ended = True  # last: whoever sees it waits for the death, and a Ctrl-C may come before
 
     def wait_dead(self) -> None:
         """Wait until it is dead, after `end`. Blocks."""
@@ -188,6 +198,7 @@ class ForkServers:
         Starts a fork server if none fits.
 
         Raises:
+            NoRoom: it has to take earlier requests first.
             OSError: the fork server could not be started, or takes no requests.
         """
         with self._lock:
@@ -290,8 +301,7 @@ class ForkServers:
         return self._current
 
     def _retire(self, server: ForkServerProcess) -> None:
-        self._current = None
-        self._retired.append(server)
+        self._retired, self._current = [*self._retired, server], None  # in one step: a Ctrl-C between two would lose it
         if not server.living:
             server.end()
 
@@ -317,7 +327,7 @@ class ForkServers:
             report(logging.WARNING, "the fork server (pid %d) died %s, and its workers with it%s", server.pid, end, reason)
 
 
-_READ_ONCE = ("LD_", "MALLOC_", "PERCORE_POINTS", "PERCORE_WITHOUT", "PYTHON")
+_READ_ONCE = (b"LD_", b"MALLOC_", b"PERCORE_POINTS", b"PERCORE_WITHOUT", b"PYTHON")
 """Prefixes of variables that are read only when a process or an interpreter starts. A fork cannot take over their new values."""
 
 
@@ -329,7 +339,7 @@ def fingerprint() -> tuple[object, ...]:
     except OSError:
         cgroup = b""  # no /proc: the cgroup is unknown
     limits = tuple(map(resource.getrlimit, _LIMITS))
-    variables = frozenset(item for item in os.environ.items() if item[0].startswith(_READ_ONCE))
+    variables = frozenset(item for item in environment().items() if item[0].startswith(_READ_ONCE))
     user = os.getresuid(), os.getresgid(), tuple(os.getgroups())
     return user, limits, cgroup, variables, tuple(_preloads_of_program()), Closed.is_program
 

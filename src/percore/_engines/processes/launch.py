@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import marshal
 import os
@@ -19,12 +20,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from percore._common.system import limit_of_processes
 from percore._engines.processes.descriptors import Fd, above_streams, anonymous_file, hold, kept_in_forks, let_go
 from percore._worker_process.world import HELD_BACK, Helper, World
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 ENTRY = "percore._worker_process.main:run"
 
@@ -64,6 +66,9 @@ class Process(Protocol):
 
     is_lost: bool
     """Once it has ended: whether nobody knows if it was ever started, because the helper that was to start it has died."""
+
+    refusal: str
+    """Once it has ended: why it was never started, as a clause; empty if it was, or if that is unknown."""
 
     reason_lost: str
     """The end of the traceback with which that helper has failed; empty if it is unknown."""
@@ -119,16 +124,15 @@ def world_for_exec(entry: str, boot: bytes) -> World:
 
 def world_for_fork(entry: str, boot: bytes) -> World:
     """Capture the whole current environment, for a worker that is forked from an older process."""
-    return world_for_exec(entry, boot)._replace(
-        environment=_environment(), umask=_umask(), affinity=sorted(os.sched_getaffinity(0))
-    )
+    return world_for_exec(entry, boot)._replace(environment=environment(), umask=_umask(), affinity=sorted(os.sched_getaffinity(0)))
 
 
 def _exact(text: str) -> str:
     return str.__str__(text)  # marshal rejects subclasses
 
 
-def _environment() -> dict[bytes, bytes]:
+def environment() -> dict[bytes, bytes]:
+    """Return the environment of this program as Python code sees it."""
     # Another thread may change it meanwhile, so a name may be gone when its value is read.
     found = ((name, os.environb.get(name)) for name in list(os.environb))
     return {name: value for name, value in found if name and value is not None}
@@ -212,6 +216,7 @@ def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdo
         command = [executable, *flags, "-P", "-c", boot, *map(str, (file.number, *fds))]
     numbers = [file.number, *fds]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    process = None
     try:
         with kept_in_forks():  # gevent's Popen forks in Python, and then closes all but `pass_fds`
             process = subprocess.Popen(
@@ -220,29 +225,46 @@ def start_python(target: str, data: tuple[Any, ...], fds: Sequence[int], *, stdo
                 stdout=None if stdout and is_stream(1) else subprocess.DEVNULL,
                 stderr=None if is_stream(2) else subprocess.DEVNULL,
                 pass_fds=numbers,
-                env=_environment(),  # os.environ: the C library's environment may have more, which Python code does not see
+                env=environment(),  # os.environ: the C library's environment may have more, which Python code does not see
             )
+        process.returncode = 0  # keeps Popen from reaping the process or warning about it: the caller reaps it
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         let_go(file)
-    process.returncode = 0  # keeps Popen from reaping the process or warning about it: the caller reaps it
+        _unblock(mask, process)
     return process.pid
+
+
+def _unblock(mask: Iterable[int], process: subprocess.Popen[bytes] | None) -> None:
+    """Restore the signal mask. If a signal that has come meanwhile has a handler that raises, end the process: nobody knows it."""
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    except BaseException:
+        if process is not None:
+            end_child(process.pid)
+        raise
 
 
 def open_child(pid: int) -> Fd:
     """Open the pidfd of a child that was just started. If that fails, the child is killed and reaped before the error is raised."""
     try:
         return hold(Fd(above_streams(os.pidfd_open(pid))))
-    except OSError:
+    except BaseException:
         end_child(pid)
         raise
 
 
 def end_child(pid: int) -> None:
-    """Kill and reap a child that was just started."""
+    """Kill and reap a child that was just started. Do nothing if it was reaped."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # with SIGCHLD ignored, the kernel has reaped it
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # else another process may have got its pid
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def advice_on(code: int | None) -> str:
+    """Return which limit to raise after this error of starting a process, as an appendix to a text; empty if no limit is known."""
+    return f": {limit_of_processes()}" if code == errno.EAGAIN else ""
 
 
 def exit_code(pidfd: int) -> int | None:
@@ -275,6 +297,7 @@ class Watched:
     pid: int | None = None
     peak: int | None = None
     is_lost = False
+    refusal = ""
     reason_lost = ""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_exit: Callable[[int | None], None]) -> None:
@@ -288,8 +311,17 @@ class Watched:
         """Send a signal. Once the process is gone, do nothing."""
         # The pidfd is already closed when the interpreter is ending. So is the lifeline, which has killed the process.
         if self._pidfd is not None and self._pidfd.number >= 0:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 signal.pidfd_send_signal(self._pidfd.number, signum)
+            except ProcessLookupError:
+                pass
+            except PermissionError:  # this program has given up rights that it had when it started the process
+                if signum == signal.SIGKILL:
+                    self._cut()
+
+    def _cut(self) -> None:
+        """Cut the lifeline of the process, which kills it. Idempotent."""
+        raise NotImplementedError
 
     def _watch(self, pid: int, pidfd: Fd) -> bool:
         """Watch a process by its pidfd, and return True.

@@ -184,9 +184,12 @@ class MultiprocessProcess(Watched):
         code = self.process.exitcode
         return code if code is not None or pidfd is None or not HAS_PIDFD else exit_code(pidfd.number)
 
+    def _cut(self) -> None:
+        let_go(self._lifeline)
+
     def _release(self) -> None:
         super()._release()
-        let_go(self._lifeline)
+        self._cut()
         popen: Any = self.process._popen  # type: ignore[attr-defined]
         if popen.returncode is None:  # if it stayed None, multiprocessing would signal this pid when the interpreter ends
             popen.returncode = _UNKNOWN

@@ -47,6 +47,7 @@ class SpawnLauncher:
                     handed_on.callback(let_go, passed[-1])
                 numbers = [fd.number for fd in passed]
                 pid = start_python(_SPAWNED, world_for_exec(self._entry, boot), numbers, stdout=True)
+                cleanup.callback(end_child, pid)
             loop = asyncio.get_running_loop()
             watched = SpawnedProcess if HAS_PIDFD else ThreadWatchedProcess
             process = watched(loop, pid, lifeline, on_exit)
@@ -77,9 +78,12 @@ class SpawnedProcess(Watched):
             end_child(pid)
             raise
 
+    def _cut(self) -> None:
+        let_go(self._lifeline)
+
     def _release(self) -> None:
         super()._release()
-        let_go(self._lifeline)
+        self._cut()
 
 
 class ThreadWatchedProcess:
@@ -91,6 +95,7 @@ class ThreadWatchedProcess:
     """
 
     is_lost = False
+    refusal = ""
     reason_lost = ""
     peak: int | None = None  # the system's figure includes what the program had before its child became another program
 
