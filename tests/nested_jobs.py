@@ -71,7 +71,7 @@ async def paint(value: str) -> str:
     return await percore.current_runner().run(colour_of)
 
 
-async def for_ever() -> None:
+async def for_ever(*_: object) -> None:
     await asyncio.get_running_loop().create_future()
 
 

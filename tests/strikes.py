@@ -1,4 +1,4 @@
-"""Injected faults: an exception at the entry of one of the functions that are called meanwhile."""
+"""Injected faults: an exception, or other code, at the entry of one of the functions that are called meanwhile."""
 
 import contextlib
 import sys
@@ -12,12 +12,13 @@ class Fault(OSError):
 
 
 class Strike:
-    """Raises at the entry of one function, while it is on."""
+    """Strikes at the entry of one function, while it is on."""
 
-    def __init__(self, at: int, counts: Callable[[CodeType], bool]) -> None:
-        """`at`: which of the called functions that count, from 0."""
+    def __init__(self, at: int, counts: Callable[[CodeType], bool], does: Callable[[], object] | None = None) -> None:
+        """`at`: which of the called functions that count, from 0. `does`: called there, as by a garbage collection; None: raise."""
         self._left = at
         self._counts = counts
+        self._does = does
         self.is_armed = True
         """Whether `on` has an effect."""
         self.name = ""
@@ -28,6 +29,9 @@ class Strike:
             return
         if self._left == 0 and not self.name:
             self.name = frame.f_code.co_qualname
+            if self._does is not None:
+                self._does()
+                return
             raise Fault(f"injected into {self.name}")
         self._left -= 1
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -11,12 +12,15 @@ import pytest
 
 import percore
 from percore._protocol.messages import CANCEL, DEFINE_TASK, Message
+from percore._supervisor.call_registry import CallRegistry
 from percore._worker.tasks import Tasks
 from tests import jobs, nested_jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
 from tests.internals import channel_of, members_of, sent_messages, supervisor_of
+from tests.strikes import Strike
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.differs("uvloop", because="which callback of one iteration comes first is the loop's choice"),
@@ -487,3 +491,55 @@ async def test_c2_a_call_cancelled_before_its_message_was_sent_does_not_run_on()
         for _ in range(20):
             await asyncio.sleep(0)
         assert member.calls == {}
+
+
+@pytest.mark.parametrize("makes_call", [False, True], ids=["cancels", "calls-and-cancels"])
+@pytest.mark.parametrize("key", [None, "a"])
+async def test_c1_a_call_cancelled_at_any_step_of_its_sending_does_not_run_on(
+    monkeypatch: pytest.MonkeyPatch, key: str | None, makes_call: bool
+) -> None:
+    """As by a `__del__` that a garbage collection runs there, and that may make another call first."""
+    send_waiting = CallRegistry.send_waiting
+    strike = Strike(0, lambda _: False)
+
+    def struck(calls: CallRegistry, kind: int) -> None:
+        with strike.on():
+            send_waiting(calls, kind)
+
+    monkeypatch.setattr(CallRegistry, "send_waiting", struck)
+    async with FakeRunner(1, concurrency=1) as runner:
+        (member,) = members_of(runner)
+        calls = supervisor_of(runner).calls
+        bodies: list[Any] = []
+        tell = member.tell
+
+        def send(op: int, call_id: int, body: Any) -> None:
+            bodies.append(body)
+            tell(op, call_id, body)
+
+        member.tell = send
+        await runner.run(jobs.echo, 0)
+        for at in itertools.count():
+            others: list[asyncio.Future[Any]] = []
+            first = runner.submit(nested_jobs.for_ever, "first")
+            call = runner.options(key=key).submit(nested_jobs.for_ever, "second")
+
+            def attack(call: asyncio.Future[Any] = call, others: list[asyncio.Future[Any]] = others) -> None:
+                if makes_call:
+                    others.append(runner.submit(jobs.echo, 1))
+                call.cancel()
+
+            strike = Strike(at, lambda code: "percore" in code.co_filename, attack)
+            first.cancel()
+            await until(lambda first=first: first not in member.calls.values())
+            call.cancel()
+            assert await asyncio.gather(*others) == [1] * len(others)
+            try:
+                async with asyncio.timeout(5):
+                    await until(lambda: not member.calls and not calls.waiting())
+            except TimeoutError:
+                raise AssertionError(f"struck in {strike.name}: {calls.waiting()} calls wait, {member.calls} run on") from None
+            assert () not in bodies, f"struck in {strike.name}: sent without its arguments"
+            if not strike.name:
+                break
+        assert at > 20

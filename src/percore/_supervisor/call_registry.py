@@ -6,11 +6,10 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 """
 
 import os
-import sys
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from percore._calls.calls import Awaited, Outcome, PendingCall
+from percore._calls.calls import WITHDRAWN, Awaited, Outcome, PendingCall
 from percore._calls.items import Batch, RunningMap
 from percore._calls.shared_objects import Shares
 from percore._common.errors import as_error
@@ -30,7 +29,6 @@ from percore._supervisor.timing import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from percore._supervisor.rates import Rates
 
@@ -328,6 +326,7 @@ class CallRegistry:
         member: PoolWorker | None = call.member
         if member is None:
             self.release(call)
+            call.body = WITHDRAWN  # a garbage collection may do this when the call has left its queue, and is about to be sent
             if call.kind == Kind.BROADCAST:
                 self.broadcasts.remove(call)
             elif call in self.retries.delayed:
@@ -339,7 +338,7 @@ class CallRegistry:
             self.release(member.take(call.call_id))
             self._progress.advance()
         elif not self.phase.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
-            if next(reversed(member.calls), None) == call.call_id and _is_sending():
+            if member.is_sending:
                 self.loop.call_soon(self._cancel_sent, member, call, call.call_id, call.wanted, call.done())
             else:
                 member.tell(CANCEL, call.call_id, call.wanted)
@@ -480,12 +479,3 @@ class CallRegistry:
 def was_read(call: PendingCall) -> bool:
     """Whether a worker has said that it has read the arguments, so that they are released."""
     return call.body is READ or call.body == b""
-
-
-def _is_sending() -> bool:
-    """Whether this runs in a garbage collection during `PoolWorker.send`. A CANCEL must not come before its call."""
-    frame: FrameType | None = sys._getframe()
-    code = PoolWorker.send.__code__
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
