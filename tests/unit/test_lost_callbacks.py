@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import uvloop
 
 from percore import Rate, Runner, RunnerClosed
 from percore._engines.threads.channel import ThreadChannel
@@ -35,6 +36,8 @@ from tests.fakes import FakeRunner
 from tests.internals import channel_of, members_of, supervisor_of
 from tests.waiting import until
 
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+
 Story = Callable[[Runner], Coroutine[Any, Any, None]]
 
 FAST = Rate(1, per=0.01)
@@ -52,7 +55,7 @@ class Interrupts:
         code, before = frame.f_code, frame.f_back
         if not self.is_armed or self.has_struck or event != "call" or code.co_name != self._name or before is None:
             return
-        is_callback = before.f_code is asyncio.Handle._run.__code__
+        is_callback = before.f_code in (asyncio.Handle._run.__code__, run_interrupted.__code__)  # the latter in uvloop
         if is_callback and isinstance(frame.f_locals.get("self"), self._kind):
             self.has_struck = True
             raise KeyboardInterrupt
@@ -67,9 +70,8 @@ class Interrupts:
             sys.settrace(before)
 
 
-def run_interrupted(interrupts: Interrupts, coroutine: Coroutine[Any, Any, None]) -> None:
+def run_interrupted(interrupts: Interrupts, coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> None:
     """Run a program that goes on after a Ctrl-C, as a notebook does."""
-    loop = asyncio.new_event_loop()
     try:
         task = loop.create_task(coroutine)
         with interrupts.on(), pytest.raises(KeyboardInterrupt):
@@ -191,7 +193,8 @@ async def the_page(runner: Runner) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_a_lost_callback_is_made_up_for(kind: type, name: str, story: Story, options: dict[str, Any]) -> None:
+@LOOPS
+def test_a_lost_callback_is_made_up_for(kind: type, name: str, story: Story, options: dict[str, Any], new_loop: Any) -> None:
     async def program() -> None:
         async with (Runner if "engine" in options else FakeRunner)(1, **options) as runner:
             interrupts.is_armed = True
@@ -199,7 +202,7 @@ def test_a_lost_callback_is_made_up_for(kind: type, name: str, story: Story, opt
                 await story(runner)
 
     interrupts = Interrupts(kind, name)
-    run_interrupted(interrupts, program())
+    run_interrupted(interrupts, program(), new_loop())
     assert interrupts.has_struck
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from percore._common.log import report
 from percore._scheduler.blocking import LoopWatch, Step
 from percore._scheduler.lifecycle import State
-from percore._supervisor.timing import LATENESS, is_lost
+from percore._supervisor.timing import SOONEST, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -47,7 +47,7 @@ class BlockedLoops:
         assert self._after is not None, "it stays armed"
         self.is_armed = True
         if self._timer is None:  # a log handler that submits within `_look` has armed it
-            self._timer = self._loop.call_later(self._after / 2, self._look)
+            self._timer = self._loop.call_later(max(SOONEST, self._after / 2), self._look)
 
     def catch_up(self) -> None:
         """Go on watching if the loop has lost the timer."""
@@ -83,8 +83,7 @@ class BlockedLoops:
             self._step(member, monotonic())
 
     def _look(self) -> None:
-        assert self._timer is not None, "the timer has just called this"
-        is_late = self._loop.time() - self._timer.when() >= LATENESS
+        is_late = is_lost(self._timer, self._loop)
         self._timer, self.is_armed = None, False
         for gone in self._watches.keys() - set(self._members):
             del self._watches[gone]

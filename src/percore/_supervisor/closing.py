@@ -61,6 +61,7 @@ class Closing:
         self._gone: asyncio.Future[None] | None = None
         """Done when the last worker has ended. None: nothing has called `close`."""
         self._grace_timer: asyncio.TimerHandle | None = None
+        self._grace_until = 0.0
         self._kill_timer: DeadlineTimer | None = None
         self._releasing: asyncio.Task[None] | None = None
         self.is_over = False
@@ -99,10 +100,11 @@ class Closing:
     def _tighten(self, grace: float) -> None:
         when = self._loop.time() + grace
         timer = self._grace_timer
-        if timer is not None and timer.when() <= when:
+        if timer is not None and self._grace_until <= when:
             return
         if timer is not None:
             timer.cancel()
+        self._grace_until = when
         if grace <= 0:
             self._cut()
         else:

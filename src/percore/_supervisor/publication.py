@@ -18,7 +18,7 @@ from weakref import ref
 import percore
 from percore._common.log import report
 from percore._common.system import HAS_MEMFD
-from percore._supervisor.timing import LATENESS, is_lost
+from percore._supervisor.timing import SOONEST, is_lost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,12 +133,11 @@ class Publication:
         self.is_armed = False
 
     def _publish(self) -> None:
-        assert self._timer is not None, "it has just called this"
-        is_late = self._loop.time() - self._timer.when() >= LATENESS
+        is_late = is_lost(self._timer, self._loop)
         self._timer = None
         if self._is_on and (name := next((name for name in _MODULES if name not in sys.modules), None)) is not None:
             percore._import_uncollected(name)  # now: the first page comes after the start, which need not wait for this
-            self._timer = self._loop.call_later(0, self._publish)
+            self._timer = self._loop.call_later(SOONEST, self._publish)
             return
         published = self._published()
         if published is None:
