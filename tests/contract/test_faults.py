@@ -164,9 +164,11 @@ async def life(strike: Strike, log: Log, gate: Gate) -> dict[str, Any]:
             gate.open()
         outcomes = await calls.outcomes()
         strike.is_armed = False
-        for worker in workers:
-            if worker.exitcode is not None:  # killed
+        for index, worker in enumerate(workers):
+            if worker.exitcode is not None:  # killed, perhaps just now: a broadcast would still go to it
                 await threads_ended(worker)
+                while runner.statistics().workers[index].generation == 1:  # noqa: ASYNC110  # there is no event for it
+                    await asyncio.sleep(0)
         await serves(runner)
     return outcomes
 

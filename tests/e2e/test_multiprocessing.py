@@ -361,7 +361,7 @@ if __name__ == "__main__":
     sink = Sink()
     with percore.LoopPoolExecutor(1, initializer=setup, initargs=(sink,)) as executor:
         list(executor.map(write, [1, 2]))
-    print([sink.parts["queue"].get(), sink.parts["queue"].get()], [numbers[0] for numbers in sink.numbers])
+    print(sorted(sink.parts["queue"].get() for _ in range(2)), [numbers[0] for numbers in sink.numbers])
     with percore.LoopPoolExecutor(1, initializer=setup, initargs=([1, {2: lambda: 3}],)) as executor:
         assert executor._mp_context is None
         assert executor.submit(abs, -1).result() == 1
