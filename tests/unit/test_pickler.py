@@ -27,7 +27,7 @@ from yarl import URL
 from percore._common.callables import full_name, name_in, qualified_name
 from percore._common.errors import PayloadTooLarge, RemoteError, RemoteTraceback
 from percore._serialization import reducers
-from percore._serialization.advice import unpicklable, unsendable
+from percore._serialization.advice import blamed, unpicklable, unsendable
 from percore._serialization.exception_state import format_traceback
 from percore._serialization.exceptions import dump_exception, load_exception
 from percore._serialization.pickler import MainInfo, dump, is_by_reference, load, main_info
@@ -139,6 +139,86 @@ def test_what_pickle_cannot_goes_by_cloudpickle() -> None:
     assert there_and_back(Local) is Local, "cloudpickle's tracker keeps the identity of a class in one process"
     assert there_and_back(Plain(5).method)() == 5
     assert there_and_back(Plain(lambda: 6))()() == 6
+
+
+def module_of(source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that workers cannot import."""
+    module = ModuleType("only_here")
+    exec(source, vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+_LATE = """
+def fn(given: Missing, *, more: "Missing" = 2) -> Missing:
+    return given + more
+
+fn.mark = "kept"
+
+class Class:
+    field: Missing
+
+    def method(self, given: Missing) -> int:
+        return fn(given)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated when the function is made")
+def test_annotations_that_nobody_can_evaluate_travel_as_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(_LATE, monkeypatch)
+    fn = there_and_back(module.fn)
+    assert (fn is not module.fn, fn(1), fn.mark, fn.__qualname__) == (True, 3, "kept", "fn")
+    assert fn.__annotations__ == {"given": "Missing", "more": "Missing", "return": "Missing"}
+    assert there_and_back(module.Class)().method(1) == 3
+    assert blamed(module.fn, (iter_nothing(),), {}, bool)[0] == "fn(): the argument 'given'"
+    with pytest.raises(NameError, match="Missing"):  # the program's own function is left as it was
+        module.fn.__annotations__  # noqa: B018
+
+
+_LAZY = """
+lazy import json
+lazy import concurrent.futures.thread
+lazy from decimal import Decimal as Number
+lazy import there_is_no_such_module
+
+def fn(text):
+    value, number = json.loads(text), Number(text)
+    return [value, number, concurrent.futures.thread.ThreadPoolExecutor.__name__, [json for _ in "a"][0].__name__]
+
+def guarded(there_is_no_such_module=0):
+    return there_is_no_such_module
+
+def broken():
+    return there_is_no_such_module.name
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 15), reason="no import is lazy")
+def test_a_lazy_import_that_a_function_uses_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(_LAZY, monkeypatch)
+    fn = there_and_back(module.fn)
+    assert fn("1") == [1, 1, "ThreadPoolExecutor", "json"]
+    assert there_and_back(module.guarded)() == 0  # the lazy import of this name is left alone
+    with pytest.raises(ImportError, match="there_is_no_such_module"):
+        there_and_back(module.broken)
+    module = module_of("lazy import json\nlazy from decimal import Decimal", monkeypatch)
+    arrived = there_and_back(lambda: (module.json.loads("1"), module.Decimal(1)))
+    assert arrived() == (1, 1)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 15), reason="there are no sentinels")
+def test_a_sentinel_is_one_object_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of("MARK = sentinel('MARK', repr='<mark>')\ndef fn(given=MARK): return given, given is MARK", monkeypatch)
+    file, back = Sink(), Sink()
+    dump([module.fn, module.MARK], file, main_by_value=False)
+    with monkeypatch.context() as worker:
+        worker.delitem(sys.modules, module.__name__)
+        fn, mark = cast("Any", load(file.data))
+        assert fn() == (mark, True)
+        assert fn(cast("Any", load(file.data))[1]) == (mark, True)
+        assert (mark is module.MARK, repr(mark)) == (False, "<mark>")
+        dump(mark, back, main_by_value=False)
+    assert load(back.data) is module.MARK
 
 
 def test_proxies_of_multidict_travel() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 from percore._common.callables import qualified_name
 from percore._common.errors import RemoteError, with_article
 from percore._serialization.exception_state import format_traceback, text_of, type_name_of
+from percore._serialization.newer import signature_of
 from percore._serialization.pickler import CANNOT, dump
 from percore._serialization.reducers import CAREFUL
 
@@ -194,7 +195,7 @@ def _argument(fn: Callable[..., Any], place: str | int) -> str:
     if isinstance(place, str):
         return f"the argument {place!r}"
     try:
-        parameters = [*inspect.signature(fn).parameters.values()][: place + 1]
+        parameters = [*signature_of(fn).parameters.values()][: place + 1]
     except Exception:  # a builtin, or a `__signature__` of the user that is wrong
         parameters = []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -25,6 +25,7 @@ from pickle import PickleBuffer, Pickler
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
+from percore._serialization.newer import EVALUATES_LATE, NEW_TYPES, evaluated, reduced
 from percore._serialization.reducers import CAREFUL, FAST, REGISTERED, is_current, refresh
 from percore._serialization.unimportable import MAIN_NAMES, is_by_value, needles, unimportable
 
@@ -230,6 +231,10 @@ def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
             # pickle, and so cloudpickle, sends a function with a cache by its name, even if the other side cannot import that.
             if type(obj) is _Cached and not _is_known_by_name(obj, main_by_value):
                 return _with_cache, (obj.__wrapped__, obj.cache_parameters())
+            if EVALUATES_LATE and type(obj) is FunctionType and not _is_known_by_name(obj, main_by_value):
+                obj = evaluated(obj)
+            elif type(obj) in NEW_TYPES:
+                return reduced(obj, functools.partial(_is_elsewhere, main_by_value))
             return super().reducer_override(obj)
 
     class MainByReference(ValuePickler):
@@ -253,7 +258,12 @@ def _with_cache(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 
 def _is_known_by_name(obj: Any, main_by_value: bool) -> bool:
     """Whether a worker can import `obj`."""
-    return _is_found(obj) and not is_by_value(obj.__module__) and not (main_by_value and obj.__module__ in MAIN_NAMES)
+    return _is_found(obj) and _is_elsewhere(main_by_value, obj.__module__)
+
+
+def _is_elsewhere(main_by_value: bool, module: str) -> bool:
+    """Whether a worker can import the module of this name."""
+    return not is_by_value(module) and not (main_by_value and module in MAIN_NAMES)
 
 
 # Functions
