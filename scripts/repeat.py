@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -47,10 +48,12 @@ def failures(output: str, status: int) -> list[str]:
 class Repetition:
     """The runs of one selection, and what failed in them."""
 
-    def __init__(self, times: int, minutes: float, load: int, arguments: list[str]) -> None:
+    def __init__(self, times: int, minutes: float, load: int, arguments: list[str], folder: Path) -> None:
+        """`folder`: each run keeps its tests' files in a folder of its own there. Else runs would tidy up each other's."""
         self._numbers = iter(range(1, times + 1))
         self._until = time.monotonic() + minutes * 60
         self._load = load
+        self._folder = folder
         limits = ["-o", f"timeout={LIMIT * load}", "-o", f"faulthandler_timeout={(LIMIT + 10) * load}"]
         self._command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *limits, *arguments]
         self.failed: Counter[str] = Counter()
@@ -76,7 +79,12 @@ class Repetition:
         with path.open("wb") as file:
             # In a session of its own, so that Ctrl-C reaches it once, from here.
             run = await asyncio.create_subprocess_exec(
-                *self._command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                *self._command,
+                f"--basetemp={self._folder / str(number)}",
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 status = await run.wait()
@@ -85,6 +93,7 @@ class Repetition:
                 self._note(path, 0)  # the tests that had failed until then
                 raise
         output, failed = self._note(path, status)
+        shutil.rmtree(self._folder / str(number), ignore_errors=True)
         self.done += 1
         last = output.strip().rpartition("\n")[2].strip("= ")
         print(f"run {number}: {last} ({time.monotonic() - begun:.0f} s){f', see {path}' if failed else ''}", flush=True)
@@ -123,11 +132,12 @@ def main() -> int:
     # A shell that starts this in the background has SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    repetition = Repetition(asked.times, asked.minutes, asked.load, asked.arguments or list(DEFAULT))
-    try:
-        asyncio.run(repetition.run())
-    except KeyboardInterrupt:
-        print("== interrupted", flush=True)
+    with tempfile.TemporaryDirectory(prefix="repeat-", ignore_cleanup_errors=True) as folder:
+        repetition = Repetition(asked.times, asked.minutes, asked.load, asked.arguments or list(DEFAULT), Path(folder))
+        try:
+            asyncio.run(repetition.run())
+        except KeyboardInterrupt:
+            print("== interrupted", flush=True)
     print(f"== {repetition.done} of {asked.times} runs ended, {len(repetition.failed)} tests failed")
     for test, count in repetition.failed.most_common():
         print(f"   {count} of {repetition.begun} times: {test}")
