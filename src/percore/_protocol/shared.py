@@ -114,7 +114,7 @@ class Copy:
         self._payload = payload
         self._forgotten = forgotten
         self._building = threading.RLock()
-        self._state = threading.Lock()  # guards the next two attributes
+        self._state = threading.RLock()  # guards the next two attributes; re-entrant, as a garbage collection may ask for the value
         self._views = 0
         self._is_given_up = False
         self._value: Any = None

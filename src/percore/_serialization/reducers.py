@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn
 
 from percore._common.errors import with_article
+from percore._common.steps import step
 
 Reducer = Callable[[Any], Any]
 
@@ -47,6 +48,7 @@ def is_current() -> bool:
     return len(sys.modules) == _modules and len(_live) == len(REGISTERED) and copyreg.dispatch_table == _copyreg
 
 
+@step
 def refresh() -> frozenset[bytes]:
     """Bring the tables up to date. A pickle that contains one of the returned strings may be wrong, if it was made before.
 

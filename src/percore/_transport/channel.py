@@ -39,6 +39,7 @@ from weakref import WeakSet
 
 from percore._common.endings import Endings
 from percore._common.fault_points import POINTS, point
+from percore._common.steps import step
 from percore._protocol.messages import Body, BrokenFrame, Message
 from percore._transport.codec import decode, encode
 from percore._transport.doorbell import Bell, Haste
@@ -59,6 +60,7 @@ def _unheard(count: int) -> None:
     raise BrokenFrame(f"{count} log records, and nobody is there to read any")
 
 
+@step
 class Channel:
     """One side of a channel.
 

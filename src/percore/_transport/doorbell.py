@@ -22,6 +22,7 @@ import struct
 import threading
 from typing import Final, Protocol
 
+from percore._common.steps import step
 from percore._common.system import HAS_EVENTFD
 
 # The bits of an eventfd's counter, from the lowest: bytes published, bytes consumed, log records. No field can overflow, because no
@@ -69,6 +70,7 @@ class Bell(Protocol):
     def close(self) -> None: ...
 
 
+@step
 class EventBell:
     """A bell of two eventfds, one for each direction."""
 
@@ -103,6 +105,7 @@ class EventBell:
                 os.close(fd)
 
 
+@step
 class SocketBell:
     """A bell of two datagram socket pairs, one for each direction."""
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 from weakref import ref
 
 from percore._common.endings import Ended, Endings
+from percore._common.steps import step
 from percore._protocol.messages import Payload
 from percore._transport.buffers import has_buffers, places_in
 from percore._transport.slots import SLOT_MASK, SlotReader
@@ -62,6 +63,7 @@ class Received:
         return pickle.loads(data[: self._pickled], buffers=buffers)
 
 
+@step
 class Leases:
     """Reads the payloads that the other side has put into its slots. All methods may be called from any thread."""
 

@@ -14,6 +14,7 @@ import struct
 from typing import Final
 from zlib import crc32
 
+from percore._common.steps import step
 from percore._protocol.messages import BrokenFrame
 
 _HEADER = struct.Struct("<II")
@@ -35,6 +36,7 @@ def largest_frame(size: int) -> int:
     return size - size // OWED - HEADER_SIZE
 
 
+@step
 class RingWriter:
     """The writing end of a ring."""
 
@@ -79,6 +81,7 @@ class RingWriter:
         self._view.release()
 
 
+@step
 class RingReader:
     """The reading end of a ring.
 

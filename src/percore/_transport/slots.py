@@ -19,6 +19,7 @@ from pickle import PickleBuffer
 from typing import Final
 
 from percore._common.errors import PayloadTooLarge
+from percore._common.steps import step
 from percore._common.system import MARGIN, room_left
 from percore._protocol.messages import BrokenFrame, Payload
 from percore._transport.buffers import ALIGNMENT, BUFFER_LIMIT, table_of
@@ -39,6 +40,7 @@ WARM_LIMIT = 64 << 20
 """Bytes of touched pages that a map may keep while all its slots are free."""
 
 
+@step
 class SlotWriter:
     """The writing end of a map of slots. Slots may be taken and given back from any thread."""
 
@@ -250,6 +252,7 @@ class SlotWriter:
             self.give(payload & SLOT_MASK, payload >> SLOT_BITS)
 
 
+@step
 class SlotReader:
     """The reading end of a map of slots."""
 
@@ -292,6 +295,7 @@ class SlotReader:
         self._memory.forget_writes(start, start + (payload >> SLOT_BITS))
 
 
+@step
 class Sink:
     """The file that a pickler writes to. It turns small pickles into bytes, and writes large ones straight into a slot.
 

@@ -7,16 +7,15 @@ lets another thread run in its place (`Threads.step_aside`), and goes on once it
 
 import asyncio
 import itertools
-import os
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from percore._common.errors import RemoteError, shown
 from percore._common.fault_points import POINTS, point
+from percore._common.steps import is_in_step, step
 from percore._protocol.messages import (
     ANSWER_ERROR,
     ANSWER_ITEM,
@@ -33,7 +32,6 @@ from percore._protocol.messages import (
 from percore._protocol.nested_calls import CALLER_ENDED, NestedRequest
 from percore._serialization.exceptions import load_exception
 from percore._worker.plain_calls import caller_overran
-from percore._worker.threads import Threads
 
 if TYPE_CHECKING:
     from percore._protocol.interfaces import Send, WorkerChannel
@@ -108,6 +106,7 @@ class Family:
         """Return a new nested call, which is not made yet."""
         return kind(self, next(self.families.numbers), tell)
 
+    @step
     def ask(self, request: NestedRequest, child: Child, send: "Send | None" = None) -> None:
         """Make a nested call. `send`: the method of the channel that sends the request; None: it is sent now.
 
@@ -130,6 +129,7 @@ class Family:
         if POINTS:
             point("worker.nested.asked")
 
+    @step
     def drop(self, child: Child) -> bool:
         """Withdraw a nested call, which is not wanted any more. Return False if it was answered before: then drop the answer."""
         with self.lock:
@@ -147,6 +147,7 @@ class Family:
         with suppress(RuntimeError):  # the loop is closed
             self.families.channel.loop.call_soon_threadsafe(self.drop, child)
 
+    @step
     def fail(self, error: Callable[[], BaseException]) -> None:
         """End all nested calls with an error, because the call was cancelled or has timed out."""
         for child in list(self.children.values()):
@@ -159,6 +160,7 @@ class Family:
                 child.failure = failure
             child.tell(child)
 
+    @step
     def end(self) -> None:
         """End the family with its call."""
         with self.lock:
@@ -167,6 +169,7 @@ class Family:
         for end in list(self.enders):
             self.families.channel.loop.call_soon_threadsafe(end)
 
+    @step
     def wait(self, until: Callable[[], object]) -> None:
         """Call `until`, which blocks this thread. A thread of a plain call gives its place back meanwhile.
 
@@ -174,7 +177,7 @@ class Family:
             RuntimeError: a garbage collection has run the code that waits, in the middle of a step of percore on which others wait.
         """
         plain = self.families.plain
-        if _is_within(sys._getframe(1)):
+        if is_in_step(sys._getframe(1)):
             raise RuntimeError(
                 "a __del__ that a garbage collection has run waits for a call, in the middle of a step of percore that has to "
                 "end first: make such calls before, in a `with` block or a method that closes the object"
@@ -326,25 +329,6 @@ class Families:
         if op == ANSWER_ERROR:
             raise result
         return result
-
-
-_GUARDED: Final = frozenset(
-    step.__code__
-    for step in (*(Family.ask, Family.drop, Family.fail, Family.end, Family.wait), *(Threads.step_aside, Threads.come_back))
-)
-"""Steps of a thread that hold a lock on which other threads or the loop wait."""
-
-_CHANNELS: Final = tuple(os.path.join("percore", "_transport", f"{name}.py") for name in ("channel", "doorbell", "ring", "slots"))
-"""Files of such steps: what waits to be sent is not sent before they have ended."""
-
-
-def _is_within(frame: FrameType | None) -> bool:
-    """Whether a step that others wait for has been interrupted by the code that runs this."""
-    while frame is not None:
-        if frame.f_code in _GUARDED or frame.f_code.co_filename.endswith(_CHANNELS):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def unloadable(what: str, error: Exception) -> RemoteError:

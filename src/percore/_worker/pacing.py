@@ -22,6 +22,7 @@ import time
 from collections import deque
 from typing import Final
 
+from percore._common.steps import step
 from percore._worker.thread_clocks import Reading, wants_cpu
 
 BRIEF: Final = 0.001
@@ -175,6 +176,7 @@ class Pace:
         self._brief = 0
 
 
+@step
 class Pacing:
     """The paces of all functions of a worker, and its calls that are held. Any thread may call the methods."""
 

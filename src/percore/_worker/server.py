@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
+from percore._common.steps import step
 from percore._protocol.messages import (
     BATCH,
     BEGIN_BY,
@@ -184,6 +185,7 @@ class Server:
             if not self._channel.is_open:
                 return
 
+    @step
     def _take_with_ticket(self, call_id: int) -> Any | None:
         """Take a waiting call and a ticket for it. None: no ticket is left, or the call was taken back. From a thread."""
         # The ticket and the call together: whoever takes the last ticket lets the worker drain, which takes back what waits then.

@@ -105,18 +105,22 @@ class _Stream:
         return count >= self._most or self._size > _MOST_BYTES
 
     def flush(self) -> None:
-        """Send the collected items. From any thread."""
+        """Send the collected items. From the stream's own thread."""
         with self._lock:
-            values, pickled = self._values[:], self._pickled
-            if not values:
-                return
-            if POINTS:
-                point("worker.item.ready")
-            body = self._channel.pack_values(0, -1.0, values, pickled)  # first: without memory for it no item may be lost
-            assert body is not None, "items are counted by their largest sizes, so they fit"
-            del self._values[: len(values)]
-            self._pickled, self._size = [], 0
-            self._channel.send_from_thread(ITEMS, self._call_id, body)
+            self._send_all()
+
+    def _send_all(self) -> None:
+        """Send the collected items. The lock must be held."""
+        values, pickled = self._values[:], self._pickled
+        if not values:
+            return
+        if POINTS:
+            point("worker.item.ready")
+        body = self._channel.pack_values(0, -1.0, values, pickled)  # first: without memory for it no item may be lost
+        assert body is not None, "items are counted by their largest sizes, so they fit"
+        del self._values[: len(values)]
+        self._pickled, self._size = [], 0
+        self._channel.send_from_thread(ITEMS, self._call_id, body)
 
     def _send(self, payload: Payload) -> None:
         """Send a large item, now or when there is room for it. `_is_blocked` is set until then."""
@@ -341,6 +345,14 @@ class ThreadStream(_Stream):
         self._loop.call_later(KEEP, self._flush_kept)
 
     def _flush_kept(self) -> None:
-        """Send items that wait behind a slow one. Their thread is busy with that, so the loop does this."""
+        """Send items that wait behind a slow one. Their thread is busy with that, so the loop does this.
+
+        The loop never waits for the lock: a garbage collection in the thread that holds it may run a `__del__` that waits for the
+        loop. No item is left: that thread is sending them, or it is adding one, and then looks at `_is_watched`.
+        """
         self._is_watched = False  # first: an item that is added from now on sets the timer again
-        self.flush()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._send_all()
+            finally:
+                self._lock.release()

@@ -25,6 +25,7 @@ from contextvars import Context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
+from percore._common.steps import step
 from percore._common.system import limit_of_processes
 from percore._worker.pacing import Pacing
 from percore._worker.turns import Turns
@@ -320,14 +321,13 @@ class Threads:
             item = None
         del self._running[call_id]
         if self._is_crowded:
-            with self._gate:
-                self._aside.discard(call_id)  # an exception between two steps may have left it
-                self._admit()
+            self._leave(call_id)
         if self._on_idle is not None and self.is_idle():
             self._on_idle()
 
     # Threads beyond the limit, while others wait for nested calls
 
+    @step
     def step_aside(self, call_id: int) -> bool:
         """Let another thread run in place of that of a call. Return False, and do nothing, if the call is on no pool thread.
 
@@ -350,6 +350,7 @@ class Threads:
                     raise
         return True
 
+    @step
     def come_back(self, call_id: int) -> bool:
         """Wait until fewer threads run than the limit. Return False, and do nothing, if the call is not aside."""
         if call_id not in self._aside:
@@ -362,6 +363,7 @@ class Threads:
         turn.acquire()
         return True
 
+    @step
     def _enter(self, call_id: int) -> None:
         """Wait, before a call begins, until fewer threads run than the limit."""
         turn = threading.Lock()
@@ -371,6 +373,13 @@ class Threads:
             self._entering.append((call_id, turn))
             self._admit()
         turn.acquire()
+
+    @step
+    def _leave(self, call_id: int) -> None:
+        """Let threads go on, because a call has ended."""
+        with self._gate:
+            self._aside.discard(call_id)  # an exception between two steps may have left it
+            self._admit()
 
     def _admit(self) -> None:
         """Let threads go on, first those that come back. Call it with the gate held."""

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from percore._common.steps import step
 from percore._common.system import IS_FREE_THREADED, has_gil
 from percore._worker.pacing import Pacing
 
@@ -59,6 +60,7 @@ class SwitchInterval:
         self._pools: set[Turns] = set()
         self._usual = 0.0
 
+    @step
     def shorten(self, pool: "Turns", *, is_wanted: bool) -> None:
         """Shorten the interval for a pool that may do so, or no longer. Any thread may call this."""
         with self._lock:

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TextIO, TypeAlias
 
+from percore._common.steps import step
 from percore._transport.doorbell import MOST_RECORDS, Bell
 from percore._transport.log_records import LEAST, RECORD_LIMIT, pack
 from percore._transport.ring import HEADER_SIZE, RingWriter, largest_frame
@@ -50,6 +51,7 @@ logger: Final = logging.getLogger("percore")
 _real_showwarning = warnings.showwarning
 
 
+@step
 class LogWriter:
     """The writing end of a worker's ring for log records."""
 
