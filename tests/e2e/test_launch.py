@@ -600,6 +600,28 @@ def test_a_fork_server_that_the_program_may_no_longer_signal_dies_by_its_lifelin
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
 
+@both
+@pytest.mark.asyncio_only
+async def test_a_worker_that_the_program_may_no_longer_signal_is_killed_by_its_lifeline(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a close would wait for ever for a worker that does not end."""
+
+    def refuse(pidfd: int, signum: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    launcher, end = open_launcher(kind, "stay"), End()
+    process = launcher.launch(b"idle", [1], end)
+    await until(lambda: process.pid is not None)
+    with monkeypatch.context() as patched:
+        patched.setattr(signal, "pidfd_send_signal", refuse)
+        process.kill(signal.SIGTERM)
+        process.kill()
+        process.kill()
+    assert await end.code() == -signal.SIGKILL
+    await launcher.aclose()
+
+
 @pytest.mark.asyncio_only
 async def test_requests_that_a_fork_server_has_no_room_for_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of workers that start at once fill the socket before the fork server has forked the first, or have more descriptors
