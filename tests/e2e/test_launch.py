@@ -582,7 +582,7 @@ def test_a_fork_server_imports_what_the_program_has_named_to_multiprocessing(tmp
     (tmp_path / "broken.py").write_text("import heavy\nraise ValueError('by its author')\n")
     (tmp_path / "program.py").write_text(_PRELOADING)
     done = python("-W", "error::DeprecationWarning", "program.py", cwd=tmp_path)
-    assert (done.code, done.out.splitlines()) == (0, ["None", "(True, 0) (True, 0)", "None"])
+    assert (done.code, done.out.splitlines()) == (0, ["None", "(True, 0) (True, 0)", "None"]), done.err
     assert done.err.count("Traceback") == done.err.count("ValueError: by its author") == 1, done.err
 
 
@@ -784,6 +784,28 @@ async def test_a_start_that_fails_before_its_first_launch_ends_the_fork_server_i
         with pytest.raises(TypeError, match="pickle"):
             await runner.start()
     assert [server.pidfd.number for [server] in ended] == [-1]  # one, and it is reaped
+
+
+@pytest.mark.asyncio_only
+async def test_a_start_that_has_made_its_engine_and_nothing_more_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when no descriptor is left with which to import what an option needs."""
+    async with percore.Runner(1):
+        pass
+    from percore._supervisor.supervisor import Supervisor
+
+    def refuse(*_args: object) -> None:
+        raise ImportError("no descriptor left")
+
+    before = kinds()
+    with monkeypatch.context() as patched:
+        patched.setattr(Supervisor, "_admission", refuse)
+        with pytest.raises(ImportError):
+            await percore.Runner(1, max_pending=1).start()
+        with percore.LoopPoolExecutor(1) as executor:
+            patched.setattr(Supervisor, "__init__", refuse)
+            assert str(executor.submit(abs, -1).exception()) == "no descriptor left"
+    servers.keep_no_longer()
+    assert kinds() == before
 
 
 async def test_what_a_runner_stands_on_is_imported_after_its_fork_server_has_been_started() -> None:

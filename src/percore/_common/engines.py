@@ -38,7 +38,7 @@ class Maker:
         raise NotImplementedError
 
     async def abandon(self) -> None:
-        """Release what `open` has taken: no engine was made, or `make` has raised."""
+        """Release what `open` has taken: no engine was made, or `make` has raised, or the engine was closed at once. Idempotent."""
 
 
 class EngineChoice:

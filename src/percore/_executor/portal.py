@@ -80,7 +80,7 @@ class Portal:
     def __init__(self, assemble: Assemble, warm_up: WarmUp = lambda: None, *, is_pool: bool) -> None:
         """Start nothing.
 
-        `assemble`: makes the workers' supervisor in the loop. `warm_up`: begins to start the processes that it needs, before the
+        `assemble`: makes the workers' engine in the loop. `warm_up`: begins to start the processes that it needs, before the
         imports. `is_pool`: the death of one worker breaks the executor.
         """
         self._assemble: Assemble | None = assemble
@@ -321,7 +321,7 @@ class Portal:
         loop = self._loop
         assert self._assemble is not None
         try:
-            assembly = self._assemble(loop, self)
+            assembly = await self._assemble(loop, self).supervise()
         except Exception as error:  # an error of pickling the lifespan or the initializer, or no memory
             self._fail(error)
             return

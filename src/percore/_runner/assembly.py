@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import percore
 from percore._runner.early import MODULES
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from percore._protocol.interfaces import Engine
     from percore._serialization.pickler import MainInfo
     from percore._supervisor.burials import WorkerObserver
+    from percore._supervisor.closing import Closing
+    from percore._supervisor.supervisor import Supervisor
 
 running_loop: Final = asyncio._get_running_loop  # returns None if no loop runs, and does not raise
 
@@ -60,7 +62,7 @@ class Assembly:
         main: MainInfo | None = None,
         observer: WorkerObserver | None = None,
     ) -> None:
-        """Make the parts. No worker starts before `supervisor.pool.start()`.
+        """Make the engine; `supervise` makes the supervisor. No worker starts before `supervisor.pool.start()`.
 
         Args:
             loop: the running event loop.
@@ -75,7 +77,6 @@ class Assembly:
         """
         from percore._engines.processes.engine import ProcessEngine
         from percore._serialization.pickler import alias_main, main_info
-        from percore._supervisor.supervisor import Supervisor
 
         alias_main()
         if main is None:
@@ -83,9 +84,27 @@ class Assembly:
         self._loop = loop
         self._pid = os.getpid()
         self._thread = threading.get_ident()
+        self._options = options
+        self._observer = observer
+        self.supervisor: Supervisor
+        self.closing: Closing
         self.engine = (ProcessEngine if make_engine is None else make_engine)(loop, options, main)
-        self.supervisor = Supervisor(loop, options, self.engine, observer)
+
+    async def supervise(self) -> Self:
+        """Make the supervisor. This waits for nothing, unless that fails: then the engine is closed, which nobody else would close.
+
+        Raises:
+            Exception: as of an import for which no descriptor is left.
+        """
+        from percore._supervisor.supervisor import Supervisor
+
+        try:
+            self.supervisor = Supervisor(self._loop, self._options, self.engine, self._observer)
+        except BaseException:
+            await self.engine.aclose()
+            raise
         self.closing = self.supervisor.closing
+        return self
 
     async def usage(self) -> Usage:
         """Return what this process, the engine and the workers use."""

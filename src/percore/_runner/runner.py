@@ -222,7 +222,7 @@ class Runner(Control):
         await import_modules()
         if self._phase is State.CLOSED:  # another task closed the runner meanwhile
             raise RunnerClosed(_CLOSED_MEANWHILE)
-        return Assembly(loop, self._options, make_engine)
+        return await Assembly(loop, self._options, make_engine).supervise()
 
     async def _assemble_processes(self, loop: asyncio.AbstractEventLoop) -> None:
         early = warm_up(self._options)
