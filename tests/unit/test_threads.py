@@ -328,7 +328,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_for_which_there_is_no_thread_is_nowhere() -> None:
     threads = Threads(1, Recorder(), copy_context())
     for put in (threads.put, threads.run_beside):
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(RuntimeError, match="no thread can be started"):
             put(1, "item")
         assert threads.is_idle()
         assert threads._beside == {}
@@ -580,3 +580,32 @@ def test_a_call_that_was_interrupted_while_aside_is_aside_no_more_at_its_end() -
         threads.put(1, "item")
         assert told.get()
     assert not threads._aside
+
+
+def test_a_call_that_is_interrupted_while_it_waits_to_come_back_takes_no_turn_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a signal handler of the user that raises in the main thread of a worker."""
+    threads = Threads(1, lambda *_: None, copy_context())
+    threads._running = {1: None, 2: None}
+    threads._aside.add(1)
+
+    class Lock:
+        """The lock for which an interrupted thread waits."""
+
+        is_held = False
+
+        def acquire(self) -> None:
+            if self.is_held:
+                raise KeyboardInterrupt
+            self.is_held = True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Lock", Lock)
+        with pytest.raises(KeyboardInterrupt):
+            threads.come_back(1)
+    assert not threads._back
+    del threads._running[2]
+    turn = threading.Lock()
+    turn.acquire()
+    threads._entering.append((3, turn))
+    threads._admit()
+    assert 3 in threads._running

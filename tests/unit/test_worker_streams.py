@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from percore._protocol.messages import ITEM, ITEMS, Body
+from percore._protocol.messages import ITEM, ITEMS, VALUE, Body
 from percore._transport.codec import is_inline_value, pack_values
 from percore._transport.slots import INLINE_LIMIT
 from percore._worker import streams
 from percore._worker.answers import SMALL, Answers, ItemFailed
-from percore._worker.batches import BatchResults
+from percore._worker.batches import BatchResults, item_id
 from percore._worker.streams import TaskStream, ThreadStream
+from tests.waiting import until
 
 WIDE = "\U0001f600" * 4096
 
@@ -241,6 +242,10 @@ def choose(*items: Any) -> Iterator[Any]:
     yield from items
 
 
+def out_of_memory(*_: object) -> None:
+    raise MemoryError
+
+
 def thread_stream(prefetch: int) -> tuple[Post, ThreadStream]:
     """A stream on the thread of the test."""
     post: Any = Post(asyncio.get_running_loop())
@@ -352,6 +357,57 @@ async def test_items_and_results_that_cannot_be_packed_now_are_sent_later(monkey
         flush()
     assert post.messages == [([1, b"pp"], [1])]
     assert [values for _, _, values, _ in sent] == [[3, 4]]
+
+
+@pytest.mark.parametrize("kind", ["task", "thread"])
+async def test_the_loop_tries_again_to_send_items_that_it_could_not_pack(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    post, stream = task_stream(9) if kind == "task" else thread_stream(9)
+    flush = stream._flush_soon if isinstance(stream, TaskStream) else stream._flush_kept
+    stream._add(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(post, "pack_values", out_of_memory)
+        with pytest.raises(MemoryError):
+            flush()
+    await until(lambda: post.messages)
+    assert post.messages == [([1], [])]
+
+
+async def test_items_that_cannot_be_packed_at_the_end_do_not_follow_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    (of_task, task), (of_thread, thread) = task_stream(9), thread_stream(9)
+    thread._since = time.perf_counter()
+    for post in (of_task, of_thread):
+        monkeypatch.setattr(post, "pack_values", out_of_memory)
+    with pytest.raises(MemoryError):
+        await task.run(given, (1, [2]), None)
+    with pytest.raises(MemoryError):
+        thread.run(choose, (1, [2]), None)
+    monkeypatch.undo()
+    task.flush()
+    thread.flush()
+    assert of_task.messages == of_thread.messages == []
+
+
+async def test_of_results_that_are_sent_one_by_one_none_is_lost_and_none_is_sent_twice() -> None:
+    sent: list[int] = []
+    lacks = iter([False, True])
+
+    def send(_op: int, call_id: int, _body: Any) -> None:
+        if next(lacks, False):
+            raise MemoryError
+        sent.append(call_id)
+
+    function: Any = None
+    answers: Any = SimpleNamespace(pack_values=lambda *_: None, result=lambda call_id, value, send: send(VALUE, call_id, value))
+    results = BatchResults(1, function, answers, send, lambda *_: None)
+    results.values += [3, b"pickled", 5]
+    results._pickled.append(1)
+    with pytest.raises(MemoryError):
+        results.flush()
+    results.values.append(b"added meanwhile")
+    results._pickled.append(3)
+    results.flush()
+    assert sent == [item_id(1, index) for index in range(4)]
+    assert not results._pickled
 
 
 async def test_the_loop_sends_items_that_wait_behind_a_slow_one() -> None:

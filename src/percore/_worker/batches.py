@@ -212,22 +212,29 @@ class BatchResults:
         end = first + len(values)
         pickled = [index - first for index in self._pickled if index < end]
         body = self._answers.pack_values(first, seconds, values, pickled)  # first: without memory for it no result may be lost
+        if body is None:
+            self._send_one_by_one(first, values, pickled)
+            return
         # Remove them before they are sent: `_first` is then right for results that the thread appends from now on.
         self._first, self._size = end, 0
         del self.values[: len(values)], self._pickled[: len(pickled)]
-        if body is None:
-            self._send_one_by_one(first, values, pickled)
-        else:
-            self._send(VALUES, self._call_id, body)
+        self._send(VALUES, self._call_id, body)
 
     def _send_one_by_one(self, first: int, values: list[Any], pickled: list[int]) -> None:
-        """Send each result in its own message: huge ints, whose size is not counted, have made the message too large."""
+        """Send each result in its own message: huge ints, whose size is not counted, have made the message too large.
+
+        If that raises, such as MemoryError, the result at hand and those after it are kept.
+        """
         for place, value in enumerate(values):
             call_id = item_id(self._call_id, first + place)
             if place in pickled:
                 self._send(RESULT, call_id, value)
+                del self._pickled[0]
             else:
                 self._answers.result(call_id, value, self._send)
+            self._first += 1
+            del self.values[0]
+        self._size = 0
 
     def _flush_then_send(self, op: int, call_id: int, body: Body) -> None:
         """Send the kept results, then a message."""

@@ -122,6 +122,15 @@ class _Stream:
         self._pickled, self._size = [], 0
         self._channel.send_from_thread(ITEMS, self._call_id, body)
 
+    def _flush_last(self) -> None:
+        """Send the collected items before the outcome. If that fails, drop them: none may follow the outcome."""
+        try:
+            self.flush()
+        except BaseException:
+            with self._lock:
+                self._values, self._pickled = [], []
+            raise
+
     def _send(self, payload: Payload) -> None:
         """Send a large item, now or when there is room for it. `_is_blocked` is set until then."""
         self.flush()
@@ -167,8 +176,8 @@ class TaskStream(_Stream):
                         await self._pause()
                         began = self._loop.time()
                 elif not self._is_flushing:
-                    self._is_flushing = True
                     self._loop.call_soon(self._flush_soon)
+                    self._is_flushing = True
                 if not self._credits:
                     await self._wait_for_credit()
                 if self.is_closing:
@@ -176,7 +185,7 @@ class TaskStream(_Stream):
         finally:
             self._is_ending = True
             try:
-                self.flush()
+                self._flush_last()
             finally:
                 await generator.aclose()
 
@@ -242,7 +251,13 @@ class TaskStream(_Stream):
 
     def _flush_soon(self) -> None:
         self._is_flushing = False
-        self.flush()
+        try:
+            self.flush()
+        except BaseException:  # such as MemoryError: the generator may yield nothing for long
+            if not self._is_flushing:
+                self._loop.call_later(KEEP, self._flush_soon)
+                self._is_flushing = True
+            raise
 
 
 class ThreadStream(_Stream):
@@ -296,7 +311,7 @@ class ThreadStream(_Stream):
                     self._credits += self._granted()
         finally:
             try:
-                self.flush()
+                self._flush_last()
             finally:
                 if self._has_stepped_aside:  # before the outcome, with which the loop may end
                     self._loop.call_soon_threadsafe(self._threads.trim)
@@ -354,5 +369,9 @@ class ThreadStream(_Stream):
         if self._lock.acquire(blocking=False):
             try:
                 self._send_all()
+            except BaseException:  # such as MemoryError
+                self._is_watched = True
+                self._watch()
+                raise
             finally:
                 self._lock.release()

@@ -21,6 +21,7 @@ It knows nothing of queues and threads, and this module knows nothing of time.
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
@@ -357,10 +358,15 @@ class Threads:
             return False
         turn = threading.Lock()
         turn.acquire()
-        with self._gate:
-            self._back.append((call_id, turn))
-            self._admit()
-        turn.acquire()
+        try:
+            with self._gate:
+                self._back.append((call_id, turn))
+                self._admit()
+            turn.acquire()
+        except BaseException:  # of a signal handler of the user: the call stays aside, and nobody lets it go on any more
+            with self._gate, suppress(ValueError):
+                self._back.remove((call_id, turn))
+            raise
         return True
 
     @step
