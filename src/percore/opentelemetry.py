@@ -70,8 +70,7 @@ class _Tracing:
         current = context.get_current()
         last, carrier = self._last
         if last() is not current:  # many calls are made in one context, and writing its headers costs more than a call
-            carrier = {}
-            propagate.inject(carrier)
+            carrier = _headers(current)
             self._last = ref(current), carrier
         return carrier
 
@@ -84,12 +83,15 @@ class _Tracing:
         span = self._begun(fn, SpanKind.CLIENT, attributes)
         if span is None:
             return _Span(self.carrier(), trace.INVALID_SPAN)
-        carrier: Carrier = {}
-        propagate.inject(carrier, context=trace.set_span_in_context(span))
-        return _Span(carrier, span)
+        return _Span(_headers(trace.set_span_in_context(span)), span)
 
     def enter(self, carrier: Carrier) -> None:
-        context.attach(propagate.extract(carrier))
+        try:
+            callers = propagate.extract(carrier)
+        except Exception as failure:  # of the user's propagator, which is no error of the call
+            report(logging.ERROR, "the context of a call could not be read", exc_info=failure)
+        else:
+            context.attach(callers)
 
     @contextmanager
     def around(self, fn: Callable[..., Any], items: int = 1) -> Iterator[Callable[[BaseException], None]]:
@@ -124,6 +126,17 @@ class _Tracing:
         except Exception as failure:
             report(logging.ERROR, "a span could not be begun", exc_info=failure)
             return None
+
+
+def _headers(current: context.Context) -> Carrier:
+    """Return a context as headers. Empty: the user's propagator has raised, which is no error of the call."""
+    carrier: Carrier = {}
+    try:
+        propagate.inject(carrier, context=current)
+    except Exception as failure:
+        report(logging.ERROR, "the context of a call could not be written", exc_info=failure)
+        return {}
+    return carrier
 
 
 def _nothing() -> None:

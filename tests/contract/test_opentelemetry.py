@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry import baggage, context, trace
+from opentelemetry import baggage, context, propagate, trace
+from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 
 import percore
@@ -310,6 +311,47 @@ async def test_a_span_processor_that_raises_costs_no_call_its_end(caplog: pytest
     assert {record.getMessage() for record in caplog.records if record.levelname == "ERROR"} == {
         "percore: a span could not be ended"
     }
+
+
+class NoHeaders(TextMapPropagator):
+    """A propagator that raises when it is told to write, or to read."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+
+    def inject(self, carrier: Any, context: Any = None, setter: Any = None) -> None:
+        carrier["half"] = "written"
+        if self._at == "written":
+            raise LookupError
+
+    def extract(self, carrier: Any, context: Any = None, getter: Any = None) -> context.Context:
+        assert carrier
+        raise LookupError
+
+    @property
+    def fields(self) -> set[str]:
+        return set()
+
+
+async def test_a_propagator_that_raises_costs_no_call(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+    before = propagate.get_global_textmap()
+    try:
+        for at in ("written", "read"):
+            for spans in (True, False):
+                caplog.clear()
+                propagate.set_global_textmap(NoHeaders(at))
+                instrument(spans=spans)
+                with subtests.test(at, spans=spans):
+                    async with FakeRunner(1, lifespan=traced.exporting) as runner:
+                        assert await runner.submit(jobs.echo, 1) == 1
+                        assert await runner.run(jobs.aecho, 1) == 1
+                        assert await runner.map(jobs.echo, range(3)) == [0, 1, 2]
+                        assert [item async for item in runner.stream(stream_jobs.numbers, 3)] == [0, 1, 2]
+                        assert runner.statistics().restarts == 0
+                    text = f"percore: the context of a call could not be {at}"
+                    assert {one.getMessage() for one in caplog.records if one.levelname == "ERROR"} == {text}
+    finally:
+        propagate.set_global_textmap(before)
 
 
 class Broken(SpanProcessor):

@@ -402,6 +402,12 @@ SENTENCES: Final[dict[str, Use]] = {
     "a span could not be ended": at(
         "tests/contract/test_opentelemetry.py::test_a_span_processor_that_raises_costs_no_call_its_end", "a span could not be ended"
     ),
+    "the context of a call could not be written": at(
+        "tests/contract/test_opentelemetry.py::test_a_propagator_that_raises_costs_no_call", "the context of a call could not be"
+    ),
+    "the context of a call could not be read": at(
+        "tests/contract/test_opentelemetry.py::test_a_propagator_that_raises_costs_no_call", "the context of a call could not be"
+    ),
     "percore.opentelemetry needs OpenTelemetry: pip install percore[otel]": at(
         "tests/unit/test_opentelemetry.py::test_without_opentelemetry_the_import_says_what_to_install", "needs OpenTelemetry"
     ),

@@ -11,6 +11,8 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -20,7 +22,7 @@ from percore._engines.processes.fork_server_launcher import ForkedProcess, _Requ
 from percore._engines.processes.fork_servers import NoRoom, servers
 from percore._engines.processes.launch import ENTRY
 from percore._protocol.messages import BrokenFrame
-from percore._worker_process.world import BORN, EXITED, FAILED, REPORT
+from percore._worker_process.world import BORN, EXITED, FAILED, REPORT, World, read_world
 from tests.counts import times
 from tests.waiting import until
 
@@ -240,3 +242,15 @@ def test_v9_a_worker_that_is_ready_tells_its_pid(told: Any) -> None:
     assert worker.pid is None
     worker.ready(77)
     assert worker.pid == 77
+
+
+def test_a_world_that_was_cut_short_is_read_to_its_end_and_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([], [], None, None, None, "module:function", b"boot")
+    file = tmp_path / "world"
+    file.write_bytes(world.dump())
+    assert read_world(os.open(file, os.O_RDONLY)) == world
+    size = len(world.dump())
+    os.truncate(file, size - 4)
+    monkeypatch.setattr(os, "fstat", lambda _: SimpleNamespace(st_size=size))  # as before it was cut
+    with pytest.raises(EOFError):
+        read_world(os.open(file, os.O_RDONLY))

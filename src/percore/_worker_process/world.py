@@ -112,11 +112,15 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 
 
 def read_world(fd: int) -> World:
-    """Read a world from `fd` and close it. Reads by position, because the file offset is shared with the process that wrote it."""
+    """Read a world from `fd` and close it. Reads by position, because the file offset is shared with the process that wrote it.
+
+    Raises:
+        EOFError: the file was cut short meanwhile.
+    """
     size = os.fstat(fd).st_size
     data = bytearray()
-    while len(data) < size:  # one read gives 2 GiB at most
-        data += os.pread(fd, size - len(data), len(data))
+    while len(data) < size and (piece := os.pread(fd, size - len(data), len(data))):  # one read gives 2 GiB at most
+        data += piece
     os.close(fd)
     return World(*marshal.loads(data))
 
