@@ -118,6 +118,45 @@ async def test_the_streams_end_and_go_on_unseen(tab: Tab, url: str) -> None:
     assert tab.messages == []
 
 
+SAYS = "document.querySelector('#state').textContent"
+
+
+async def test_a_stream_that_falls_silent_or_was_refused_is_opened_again(tab: Tab, url: str) -> None:
+    """As of a program that was stopped or whose network is gone, and as when a server between has answered with an error."""
+    await tab.open(url, 1280)
+    await tab.until(FIGURES)
+    for break_off in ("source.onmessage = null, heard -= 60000", "source.close()"):
+        await tab.value(break_off)
+        await tab.until(f"{SAYS} === 'the program does not answer'")
+        done = await tab.value(tile("done"))
+        await tab.until(f"{SAYS} !== 'the program does not answer' && {tile('done')} !== '{done}'")
+    assert tab.messages == []
+
+
+async def test_a_thousand_workers_and_another_clock(tab: Tab, url: str) -> None:
+    """What is drawn and kept has a bound. Nothing is left of a program when another one, with its own clock, has its place."""
+    await tab.open(url, 1280)
+    await tab.until(FIGURES)
+    await tab.value("source.onmessage = null, heard += 1e9")
+    await tab.value("""
+        const [one] = latest.workers, view = latest;
+        const current = at => [...Array(16).keys()].map(number => ({id: 16 * at + number, name: "jobs.<b>call</b>", seconds: 0.1}));
+        const many = at => [...Array(1000).keys()].map(index => ({...one, figures: {...one.figures, index, current: current(at)}}));
+        for (let at = 1e9; at < 1e9 + 6; at++) show({at, view: {...view, workers: many(at)}});
+    """)
+    rects = "document.querySelectorAll('#stream rect').length"
+    assert await tab.value("seen.size") == await tab.value(rects) == 4000
+    assert await tab.value("document.querySelectorAll('#stream svg > text').length") == 64
+    assert await tab.value("document.querySelector('#stream h2').textContent") == (
+        "Calls of the last minute, by worker (the first 64 workers)"
+    )
+    assert await tab.value("document.querySelector('#workers tbody').rows.length") == 1000
+    assert await tab.value("document.querySelectorAll('b:not([data-tile])').length") == 0
+    await tab.value("last = 1e9 + 5, listen()")
+    await tab.until(f"last < 1e9 && seen.size < 200 && {rects} < 200")
+    assert tab.messages == []
+
+
 async def test_a_killed_worker_shows_as_restarted(tab: Tab, url: str, runner: percore.Runner) -> None:
     await tab.open(url, 1280)
     await tab.until(FIGURES)
