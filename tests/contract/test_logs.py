@@ -209,7 +209,7 @@ async def test_from_the_first_moment_to_the_last(make_real: MakeRunner, caplog: 
 @without_calls
 async def test_a_worker_that_ends_in_order_loses_nothing(make_real: MakeRunner, caplog: pytest.LogCaptureFixture) -> None:
     # More than its ring holds, twice: while it leaves its lifespan, and after its loop has ended.
-    async with make_real(2, lifespan=log_jobs.very_talkative):
+    async with make_real(2, lifespan=log_jobs.very_talkative, kill_after=60):
         pass
     assert Counter(messages(caplog)) == Counter({f"{when} {i}": 2 for when in ("leaving", "atexit") for i in range(3000)})
 
