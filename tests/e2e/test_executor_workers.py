@@ -191,8 +191,9 @@ def test_t3_a_worker_that_has_made_way_is_no_more_among_the_processes(log: Log, 
     # CPython's own test of `max_tasks_per_child` counts them. Libraries expect no more of them than `max_workers`.
     lifespan = functools.partial(executor_jobs.slow_to_leave, log.path, gate.path)
     with LoopPoolExecutor(1, max_tasks_per_child=1, lifespan=lifespan) as executor:
-        first, second = (executor.submit(executor_jobs.pid).result() for _ in range(2))  # the first worker waits at the gate
-        assert (first != second, list(executor._processes)) == (True, [second])
+        first, second = (executor.submit(executor_jobs.pid).result() for _ in range(2))
+        found = set(executor._processes)  # while the first worker waits at the gate, and perhaps the second one, too
+        assert (first != second, first in found, len(found) <= 1) == (True, False, True)
         gate.open()
 
 
