@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import uvloop
 
-from percore import Rate, Runner, RunnerClosed
+from percore import Rate, Runner, RunnerClosed, WorkerDied
 from percore._engines.threads.channel import ThreadChannel
 from percore._supervisor import publication, timing
 from percore._supervisor.blocked_loops import BlockedLoops
@@ -153,6 +153,16 @@ async def a_close_with_many_calls(runner: Runner) -> None:
     assert {type(error) for error in await asyncio.gather(*calls, return_exceptions=True)} == {RunnerClosed}
 
 
+async def a_close_without_workers(runner: Runner) -> None:
+    call = runner.submit(asyncio.sleep, 1000)
+    closing = asyncio.create_task(runner.aclose())
+    await asyncio.sleep(0)
+    kill(runner)
+    with pytest.raises(WorkerDied):
+        await call
+    await closing
+
+
 async def the_watch_of_blocked_loops(runner: Runner) -> None:
     blocked = supervisor_of(runner).pool.blocked_loops
     call = runner.submit(asyncio.sleep, 1000)
@@ -187,6 +197,7 @@ async def the_page(runner: Runner) -> None:
         (TimeLimits, "_look", a_call_that_never_begins, {"concurrency": 1}),
         (HardLimits, "_look", a_call_that_takes_too_long, {}),
         (Closing, "_cut", a_close_with_grace, {}),
+        (Closing, "look", a_close_without_workers, {"kill_after": 0.1}),
         (CallRegistry, "_refuse_more", a_close_with_many_calls, {"concurrency": 1}),
         (BlockedLoops, "_look", the_watch_of_blocked_loops, {"blocked_after": 0.1}),
         (Publication, "_publish", the_page, {"blocked_after": 0.1}),

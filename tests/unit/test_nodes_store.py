@@ -102,6 +102,35 @@ async def test_an_interrupt_while_messages_are_gathered_costs_one_worker_alone(
     assert link.connection.write.called
 
 
+async def test_what_the_loop_has_lost_is_made_up_for(store: NodesStore) -> None:
+    """As by a Ctrl-C just before a callback: the flush of the messages, the count of beats, and those who wait for a slot."""
+    loop, counted, called = asyncio.get_running_loop(), Mock(), Mock()
+    link: Any = SimpleNamespace(_dirty=[], _loop=Mock(time=loop.time), connection=Mock(), is_full=False)
+    link.is_lost, link._lost_after = False, 1.0
+    link._flush = partial(NodeLink._flush, link)
+    link.wants = lambda one: NodeLink.wants(link, one)
+    link.catch_up = partial(NodeLink.catch_up, link)
+    link._watch, link._look, link.put = loop.call_later(3600, lambda: None), counted, Mock()
+    channel = NodeChannel(1, link, store)
+    channel.open(lambda _: None, Mock(), lambda: None)
+    channel.catch_up()
+    assert not link.connection.write.called
+    assert not counted.called
+    slots: Any = [store.take() for _ in range(store.count)]
+    store.wait(called)
+    store._is_waking = True
+    store.give(slots.pop(), 0)
+    channel.send(1, 5, (7,))
+    link._watch.cancel()
+    link._watch = Mock(when=lambda: loop.time() - 2)
+    channel.catch_up()
+    assert link.connection.write.called
+    assert counted.called
+    assert called.called
+    for slot in slots:
+        store.give(slot, 0)
+
+
 async def test_a_waiter_that_is_interrupted_keeps_no_other_one_waiting(store: NodesStore) -> None:
     called = asyncio.Event()
     slots: Any = [store.take() for _ in range(store.count)]

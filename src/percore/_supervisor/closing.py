@@ -235,7 +235,8 @@ class Closing:
     def kill_all(self) -> None:
         """Kill every worker and start none. Their exits are reported later."""
         self._phase.advance(PhaseEvent.CUT)
-        Faults("all workers were killed").run(self._expect_nobody, self._pool.kill)
+        # If there is no worker any more, no exit leads to the next look, and the loop may have lost that of `_finish`.
+        Faults("all workers were killed").run(self._expect_nobody, self._pool.kill, partial(self._loop.call_soon, self.look))
 
     def signal_all(self, signum: int) -> None:
         """Refuse calls, start no worker, and send every worker this signal. The signal need not end the workers."""

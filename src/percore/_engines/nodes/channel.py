@@ -141,6 +141,7 @@ class NodeChannel:
 
     def catch_up(self) -> None:
         self._link.catch_up()
+        self._store.has_room()
 
     def has_read(self) -> bool:
         return self._acknowledged == self.sent

@@ -176,9 +176,13 @@ class NodeLink:
         self.connection.write()
 
     def catch_up(self) -> None:
-        """Send what was to be sent soon, in case the loop has lost that."""
+        """Send what was to be sent soon, and go on counting beats, in case the loop has lost that."""
         if self._dirty:
             self._flush()
+        watch = self._watch
+        if watch is not None and not self.is_lost and self._loop.time() - watch.when() > self._lost_after:
+            watch.cancel()
+            self._look()
 
     def keep(self, parcel: int, data: memoryview | bytes, let_go: Callable[[], None]) -> None:
         """Give the host a payload. `let_go` is called when its memory is not needed any more."""
