@@ -71,6 +71,8 @@ BREAKS: Final[dict[str, tuple[Callable[[World], object], str]]] = {
     "a slot without a worker": (empty, "gets none"),
     "a start that nobody makes": (lambda one: setattr(one.supervisor.slots[0], "state", Occupancy.SERVED_DELAYED), "its timer"),
     "a worker that was buried": (bury, "buried"),
+    "a removed slot that has a worker": (lambda one: one.supervisor.slots.pop(), "was removed"),
+    "slots that have changed places": (lambda one: one.supervisor.slots.reverse(), "not where its index says"),
     "a worker that takes calls twice": (lambda one: one.supervisor.dispatch.seats.extend(one.supervisor.dispatch.seats), "twice"),
     "a worker that may end when it likes": (late, "for as long as it likes"),
 }

@@ -182,6 +182,25 @@ async def test_a_request_that_fails_when_it_is_sent_again_ends_the_launch(
             assert ("ulimit -u" in process.refusal) is isinstance(error, OSError)
 
 
+def test_a_launch_that_was_not_sent_when_its_loop_was_closed_is_killed_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the finalizer of a runner that was dropped, which runs when it likes."""
+    launcher: Any = type("Launcher", (), {"preload": ""})()
+    request, ends = _Request(ENTRY, b"", []), list[int | None]()
+
+    async def launch() -> ForkedProcess:
+        return ForkedProcess(asyncio.get_running_loop(), launcher, request, ends.append)
+
+    def send(_preload: str, _fds: list[Any]) -> None:
+        raise NoRoom
+
+    monkeypatch.setattr(servers, "send", send)
+    process = asyncio.run(launch())
+    process.kill()
+    process.kill()
+    assert {fd.number for fd in (request.lifeline, *request.fds)} == {-1}
+    assert not ends
+
+
 async def test_a_launch_that_is_interrupted_when_its_request_was_sent_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the loop would find the end of its socket readable for ever."""
     launcher: Any = type("Launcher", (), {"preload": ""})()

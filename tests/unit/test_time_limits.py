@@ -24,11 +24,17 @@ class Shell:
         self.loop: Any = self
         self.phase = RunnerPhase()
         self.timers: list[SimpleNamespace] = []
+        self.calls: list[Any] = []
+        self.is_interrupted = False
+        """Whether the next timer cannot be made."""
 
     def monotonic(self) -> float:
         return self.now
 
     def call_later(self, seconds: float, callback: Any) -> Any:
+        if self.is_interrupted:
+            self.is_interrupted = False
+            raise KeyboardInterrupt
         timer = SimpleNamespace(when=self.now + seconds, callback=callback)
         timer.cancel = lambda: self.timers.remove(timer)
         self.timers.append(timer)
@@ -36,7 +42,7 @@ class Shell:
 
     def pending(self) -> list[Any]:
         self.now += COST
-        return []
+        return self.calls
 
     def look(self) -> None:
         """Let the timer run."""
@@ -52,28 +58,84 @@ def made(kind: str, shell: Any) -> "Limits":
     return hard_limits.HardLimits(shell, shell, 5.0, sees_starts=True)
 
 
-@pytest.mark.parametrize("kind", ["queue", "hard"])
-def test_new_calls_do_not_shorten_the_pause_between_looks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class Call:
+    """A call whose deadline is read. The first reading after `interrupt` is interrupted."""
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None
+        self.is_interrupted = False
+
+    @property
+    def begin_by(self) -> float | None:
+        if self.is_interrupted:
+            self.is_interrupted = False
+            raise KeyboardInterrupt
+        return self.deadline
+
+    @begin_by.setter
+    def begin_by(self, when: float | None) -> None:
+        self.deadline = when
+
+    hard_by = begin_by
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
     shell = Shell()
     for module in (time_limits, hard_limits):
         monkeypatch.setattr(module, "monotonic", shell.monotonic)
-    limits: Any = made(kind, shell)
+    return shell
 
-    def limit() -> None:
-        call = SimpleNamespace(begin_by=None, hard_by=None)
-        if kind == "queue":
-            limits.limit(call, Policy(queue_timeout=SECONDS))
-        else:
-            limits.limit(call, SECONDS)
 
-    limit()
+def limit(limits: Any, call: Any, seconds: float = SECONDS) -> None:
+    if isinstance(limits, time_limits.TimeLimits):
+        limits.limit(call, Policy(queue_timeout=seconds))
+    else:
+        limits.limit(call, seconds)
+
+
+@pytest.mark.parametrize("kind", ["queue", "hard"])
+def test_an_interrupted_look_is_made_again(kind: str, shell: Shell) -> None:
+    """Else the calls whose deadline was over would never hear of it."""
+    limits, found, shell.calls = made(kind, shell), list[Any](), [Call(), Call()]
+    for call in shell.calls:
+        limit(limits, call)
+    setattr(limits, "_expire" if kind == "queue" else "_look_at", lambda call, *_: found.append(call))
+    shell.calls[-1].is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        shell.look()
+    assert not found
+    while not found:
+        shell.look()
+    assert found == shell.calls
+
+
+@pytest.mark.parametrize("kind", ["queue", "hard"])
+def test_a_timer_that_was_not_made_is_made_for_the_next_call(kind: str, shell: Shell) -> None:
+    """And the one before it runs on until then."""
+    limits = made(kind, shell)
+    limit(limits, Call(), 2 * SECONDS)
+    (before,) = shell.timers
+    shell.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        limit(limits, Call())
+    assert shell.timers == [before]
+    limit(limits, Call())
+    (timer,) = shell.timers
+    assert timer.when < before.when
+
+
+@pytest.mark.parametrize("kind", ["queue", "hard"])
+def test_new_calls_do_not_shorten_the_pause_between_looks(kind: str, shell: Shell) -> None:
+    limits = made(kind, shell)
+    limit(limits, Call())
     assert 1000 + SECONDS <= shell.timers[0].when <= 1000 + 2 * SECONDS
     for _ in range(3):
         shell.look()
         ended = shell.now
-        limit()
+        limit(limits, Call())
         assert ended + 9 * COST <= shell.timers[0].when <= ended + 9 * COST + SECONDS
     shell.look()
     shell.now += 20 * COST  # nothing was limited for long
-    limit()
+    limit(limits, Call())
     assert shell.timers[0].when <= shell.now + 2 * SECONDS

@@ -90,6 +90,11 @@ class Audit:
     def _check_slots(self, members: Sequence[PoolWorker]) -> None:
         """A slot has a worker, or something will give it one; and no call is given to a worker that has ended or ends."""
         pool = self._pool
+        used = len(pool.slots)
+        assert pool.slots == pool.all_slots[:used], "a slot is used that is not where its index says"
+        for slot in pool.all_slots[used:]:
+            is_empty = slot.state is Occupancy.EMPTY and slot.current is None and slot.next is None
+            assert is_empty, f"slot {slot.index} was removed, and is {slot.state.value}"
         # Before all workers were ready once the start fails with the first that is not, and a resize may take its slots back.
         is_served = self._calls.phase.replaces is Replaces.ALL and pool.opened_at is not None and not pool.changes.is_on
         for slot in pool.slots:

@@ -84,15 +84,19 @@ class HardLimits:
         # Most calls share the time of the call before: then this is all that they cost. It is too early for them, which only means
         # one look more at those that still run then.
         if seconds != self._seconds:
-            self._seconds, self._until = seconds, monotonic() + seconds
-            self._set_timer(max(self._until, self._rests_until))
+            until = monotonic() + seconds
+            self._set_timer(max(until, self._rests_until))
+            self._seconds, self._until = seconds, until  # only now: the calls that follow rely on the timer
         call.hard_by = self._until
 
     def _set_timer(self, when: float) -> None:
         if self._timer is None or when < self._due:
-            self.stop()
-            self._due = when
-            self._timer = self._loop.call_later(max(_SOONEST, when - monotonic()), self._look)
+            timer = self._loop.call_later(max(_SOONEST, when - monotonic()), self._look)
+            if self._timer is not None and self._due <= when:  # that of a call which a garbage collection has made meanwhile
+                timer.cancel()
+                return
+            self.stop()  # only now: if the loop could not make the new one, the old one stays
+            self._due, self._timer = when, timer
 
     def stop(self) -> None:
         """Stop the timer, since all calls have ended. Idempotent."""
@@ -118,10 +122,10 @@ class HardLimits:
         self._has_let_read = False
         try:
             limited = [call for call in self._calls.pending() if call.hard_by is not None]
+            due = [call for call in limited if call.hard_by <= now]  # type: ignore[operator]
         except BaseException:  # such as a KeyboardInterrupt: look again, or no call would ever exceed its limit
             self._set_timer(now + _SOONEST)
             raise
-        due = [call for call in limited if call.hard_by <= now]  # type: ignore[operator]
         try:
             Faults("calls exceeded their hard_timeout").run(
                 *(partial(self._look_at, call, now) for call in due), *self._steps.due(now)

@@ -91,8 +91,8 @@ class TimeLimits:
         """Let the calls of the next moments have this deadline."""
         if not self.is_in_use:
             self._use()
-        self._seconds, self._begin_by, self._open_until = seconds, begin_by, begin_by - seconds
         self._set_timer(begin_by + SETTLED)
+        self._seconds, self._begin_by, self._open_until = seconds, begin_by, begin_by - seconds  # only now: they rely on the timer
 
     def _use(self) -> None:
         self.is_in_use = True
@@ -102,10 +102,13 @@ class TimeLimits:
     def _set_timer(self, when: float) -> None:
         when = max(when, self._rests_until)
         if self._timer is None or when < self._due:
-            self.stop()
-            self._due = when
             # Never at once: a loop whose clock has coarse ticks would run the timer again and again until its time has come.
-            self._timer = self._loop.call_later(max(SETTLED, when - monotonic()), self._look)
+            timer = self._loop.call_later(max(SETTLED, when - monotonic()), self._look)
+            if self._timer is not None and self._due <= when:  # that of a call which a garbage collection has made meanwhile
+                timer.cancel()
+                return
+            self.stop()  # only now: if the loop could not make the new one, the old one stays
+            self._due, self._timer = when, timer
 
     def catch_up(self) -> None:
         """Look soon if the loop has lost the timer."""
@@ -118,25 +121,31 @@ class TimeLimits:
     def _look(self) -> None:
         self._timer = None
         self._open_until = 0.0  # the next call opens a deadline, and so sets the timer
-        began, earliest, due = monotonic(), inf, []
+        began = monotonic()
         try:
-            pending = self._calls.pending()
+            due, earliest = self._found(self._looked, began - SETTLED)
+            self._rests_until = end_of_pause(began, monotonic())
+            if earliest < inf:
+                self._set_timer(earliest + SETTLED)
         except BaseException:  # such as a KeyboardInterrupt: look again, or no caller would hear
             self._set_timer(began + SETTLED)
             raise
-        before, self._looked = self._looked, began - SETTLED
-        for call in pending:
+        self._looked = began - SETTLED  # only now: nobody looks at these calls again
+        Faults("calls had waited for their queue_timeout").run(*due)
+
+    def _found(self, after: float, until: float) -> tuple[list[Callable[[], None]], float]:
+        """Return steps that end the calls whose deadline is in this period, and the earliest deadline after it."""
+        due: list[Callable[[], None]] = []
+        earliest = inf
+        for call in self._calls.pending():
             begin_by = call.begin_by
-            if begin_by is None or begin_by <= before:
+            if begin_by is None or begin_by <= after:
                 continue
-            if begin_by > self._looked:
+            if begin_by > until:
                 earliest = min(earliest, begin_by)
             else:
                 due.append(partial(self._expire, call))
-        self._rests_until = end_of_pause(began, monotonic())
-        if earliest < inf:
-            self._set_timer(earliest + SETTLED)
-        Faults("calls had waited for their queue_timeout").run(*due)
+        return due, earliest
 
     def _expire(self, call: PendingCall) -> None:
         """End a call whose time to begin is over, if it has not begun."""

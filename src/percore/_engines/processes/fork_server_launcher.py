@@ -193,7 +193,10 @@ class ForkedProcess(Watched):
         if signum == signal.SIGKILL:
             if self._retry is not None:  # no fork server knows of it
                 self._retry.cancel()
-                self._retry = self._loop.call_soon(self._finish, None)
+                if self._loop.is_closed():
+                    self._release()
+                else:
+                    self._retry = self._loop.call_soon(self._finish, None)
                 return
             self._cut()  # if the loop is closed, the report of the fork is never read
             if self._timer is None and not self._loop.is_closed():

@@ -285,6 +285,7 @@ class ForkServers:
         """Record that the end of one of its launches has been reported."""
         with self._lock:
             if server is not None:
+                assert server.living > 0, "a launch has ended twice: the fork server would end under its workers"
                 server.living -= 1
                 if server in self._retired and not server.living:
                     server.end()

@@ -121,8 +121,13 @@ class ThreadWatchedProcess:
             return
         with self._lock:
             if self._alive and self.pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # with SIGCHLD ignored, the kernel has reaped it already
+                try:
                     os.kill(self.pid, signum)
+                except ProcessLookupError:  # with SIGCHLD ignored, the kernel has reaped it already
+                    pass
+                except PermissionError:  # as in `Watched`
+                    if signum == signal.SIGKILL:
+                        let_go(self._lifeline)
 
     def _wait(self, pid: int) -> None:
         code = self._reap(pid)
