@@ -30,7 +30,7 @@ def killed(loop: str, way: str, gate: str) -> None:
 
 
 async def _killed(way: str, gate: str) -> None:
-    async with percore.Runner(2) as runner:
+    async with percore.Runner(2, blocked_after=None) as runner:
         held = await runner.run(arrays.anumbers, 1)
         waiting = runner.submit(calls.wait_for_ever, held)
         await runner.broadcast(calls.how_many_made)
@@ -51,11 +51,11 @@ def gone_after_close(loop: str, megabytes: str) -> None:
 
 async def _gone_after_close(megabytes: int) -> None:
     size = megabytes * MEGABYTE // 8
-    async with percore.Runner(1) as runner:
+    async with percore.Runner(1, blocked_after=None) as runner:
         await runner.run(arrays.anumbers, 0)
     gc.collect()
     before, fds_before = psutil.Process().memory_info().rss, fds()
-    async with percore.Runner(2) as runner:
+    async with percore.Runner(2, blocked_after=None) as runner:
         arrays_there = [await runner.run(arrays.numbers, place, size) for place in range(3)]
         arrived = [arrays.is_numbers(place, array) for place, array in enumerate(arrays_there)]
         arrived += [await runner.run(arrays.is_numbers, place, array) for place, array in enumerate(arrays_there)]
@@ -81,7 +81,7 @@ def short_of_space(loop: str, megabytes: str) -> None:
 async def _short_of_space(megabytes: int) -> None:
     limit = megabytes * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    async with percore.Runner(2, max_message=256 * MEGABYTE) as runner:
+    async with percore.Runner(2, max_message=256 * MEGABYTE, blocked_after=None) as runner:
         say("slots", arena_of(runner).count)
         places = range(60)
         kept: list[Any] = await runner.map(arrays.anumbers, places)

@@ -14,8 +14,8 @@ import pytest
 from tests.faults import LIMIT, Program, Watch
 from tests.rows import repeats
 
-UNUSED = "54321"
-"""A user without any process."""
+UNUSED = str(1_000_000 + os.getpid())
+"""A user without any process; the tests of another run beside this one have another."""
 
 LIMITED = re.compile(r"this user may have \d+ processes and threads, .* raise the limit \(ulimit -u, pids\.max\)")
 
