@@ -245,6 +245,26 @@ async def test_a_resize_that_fails_before_it_starts_a_worker_leaves_as_many_as_t
         assert await runner.run(jobs.aecho, 1) == 1
 
 
+async def test_an_interrupted_resize_to_fewer_workers_removes_them_all_the_same(
+    make: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would go on, and be replaced, in slots that are not in use."""
+    async with make(3) as runner:
+        pool = supervisor_of(runner).pool
+        retire = pool._retire
+
+        def interrupted(member: object) -> None:
+            monkeypatch.setattr(pool, "_retire", retire)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(pool, "_retire", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            await runner.resize(1)
+        assert [member.index for member in supervisor_of(runner).dispatch.seats] == [0]
+        await until(lambda: [member.index for member in pool.members] == [0])
+        assert await runner.run(jobs.aecho, 1) == 1
+
+
 async def test_reloads_and_resizes_run_in_order_and_reloads_that_wait_are_one(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(1, lifespan=functools.partial(jobs.others_behind, log.path, gate.path)) as runner:
         assert await log.next() == "enter 1"

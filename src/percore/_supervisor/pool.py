@@ -345,13 +345,17 @@ class Pool:
         del self.slots[workers:]
         if POINTS:
             point("supervisor.pool.shrunk")
+        faults = Faults("workers were removed")
         for slot in removed:
-            retired = slot.remove()
-            slot.look_timer()
-            for member in retired:
-                self._retire(member)
-        self.listening.look()
-        self._keeper.advance()
+            faults.surely(partial(self._remove, slot))
+        faults.run(self.listening.look, self._keeper.advance)
+
+    def _remove(self, slot: WorkerSlot) -> None:
+        """Use a slot no more. Its workers get no more calls, and end after those that they have begun. Twice is as once."""
+        slot.remove()
+        slot.look_timer()
+        for member in [member for member in self.members if member.index == slot.index]:
+            self._retire(member)
 
     # Deaths
 
