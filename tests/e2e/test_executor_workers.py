@@ -81,9 +81,12 @@ def test_tqdm_maps_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from tqdm.contrib import concurrent as of_tqdm
 
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setattr("tqdm.std.TqdmDefaultWriteLock.mp_lock", multiprocessing.RLock(), raising=False)
     map_over: Any = vars(of_tqdm)["_executor_map"]
     results = map_over(LoopPoolExecutor, jobs.echo, range(10), max_workers=2, lock_name="mp_lock", disable=True)
     assert results == list(range(10))
+    monkeypatch.undo()
+    gc.collect()  # the lock takes its name away, before the resource tracker does
     end_helpers()
 
 
