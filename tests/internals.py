@@ -24,6 +24,11 @@ def supervisor_of(runner: "Runner") -> "Supervisor":
     return runner._supervisor
 
 
+def audit_of(runner: "Runner") -> Any:
+    """What compares the parts of a runner (PERCORE_DEBUG=1)."""
+    return runner._supervisor._audit
+
+
 def members_of(runner: "Runner") -> "list[PoolWorker]":
     """The workers of now, as the supervisor sees them: also those that start and those that drain."""
     return list(runner._supervisor.members)

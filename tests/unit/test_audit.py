@@ -55,6 +55,10 @@ def bury(one: World) -> None:
 
 BREAKS: Final[dict[str, tuple[Callable[[World], object], str]]] = {
     "a call of two owners": (lambda one: waiting(one).append(waiting(one)[0]), "calls of two owners"),
+    "a cancelled call that is not counted": (
+        lambda one: setattr(one.supervisor.dispatch.singles[Kind.TASK], "ended", 1),
+        "as found",
+    ),
     "a call that waits and runs": (lambda one: setattr(waiting(one)[0], "member", member_of(one)), "and are in a worker"),
     "a call that knows nothing of its worker": (lambda one: setattr(call_of(one), "member", None), "is call"),
     "arguments of a call that has gone": (lambda one: member_of(one).parked.add(77), "without their calls"),

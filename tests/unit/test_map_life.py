@@ -24,7 +24,7 @@ FOLLOWING: dict[MapPhase, dict[MapEvent, MapPhase]] = {
     MapPhase.FEEDING: {EXHAUST: MapPhase.FED, STOP: MapPhase.STOPPED, CLOSE: MapPhase.CLOSED},
     MapPhase.FED: {EXHAUST: MapPhase.FED, STOP: MapPhase.STOPPED, CLOSE: MapPhase.CLOSED},
     MapPhase.STOPPED: {EXHAUST: MapPhase.STOPPED, STOP: MapPhase.STOPPED, CLOSE: MapPhase.CLOSED},
-    MapPhase.CLOSED: {EXHAUST: MapPhase.CLOSED, STOP: MapPhase.CLOSED, CLOSE: MapPhase.CLOSED},
+    MapPhase.CLOSED: dict.fromkeys(MapEvent, MapPhase.CLOSED),
 }
 
 

@@ -13,7 +13,20 @@ from percore._calls.functions import Function
 from percore._calls.policy import DEFAULT, CallPlan
 from percore._calls.streams import StreamCall
 from percore._common.errors import RemoteError, RunnerClosed
-from percore._protocol.messages import CANCEL, CANCELLED, CREDIT, ENDED, ERROR, ITEM, ITEMS, VALUE, BrokenFrame, Kind, Message
+from percore._protocol.messages import (
+    CANCEL,
+    CANCELLED,
+    CREDIT,
+    ENDED,
+    ERROR,
+    ITEM,
+    ITEMS,
+    RESULT,
+    VALUE,
+    BrokenFrame,
+    Kind,
+    Message,
+)
 from percore._scheduler import streaming
 from percore._scheduler.dispatch import Dispatch
 from percore._scheduler.phase import RunnerPhase
@@ -185,6 +198,19 @@ async def test_a_result_of_a_stream_breaks_the_channel() -> None:
     with pytest.raises(BrokenFrame, match="a result of len, which is a stream"):
         stage.receive(VALUE, 1)
     await items.aclose()
+
+
+async def test_v9_a_result_of_a_stream_that_was_left_ends_whoever_waits_for_its_end() -> None:
+    for body in (1, b"N."):
+        stage = Stage()
+        items = await stage.open()
+        await items.aclose()
+        gone = asyncio.ensure_future(stage.call.gone())
+        await asyncio.sleep(0)
+        stage.receive(VALUE if body == 1 else RESULT, body)
+        async with asyncio.timeout(10):
+            await gone
+        assert (stage.member.calls, stage.member.load) == ({}, [0, 0, 0])
 
 
 async def test_a_consumer_that_leaves_drops_what_still_arrives_unread() -> None:

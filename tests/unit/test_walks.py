@@ -9,7 +9,9 @@ from typing import Any, cast
 import pytest
 
 from percore._common.inputs import Inputs
+from percore._protocol.messages import ANSWER_VALUE, CLOSE
 from percore._worker.nested_maps import MapSource, MapSpec, NestedMap
+from percore._worker.nested_streams import NestedStream, StreamSource
 from tests.waiting import until
 
 EAGER: Any = getattr(asyncio, "eager_task_factory", None)
@@ -24,8 +26,10 @@ class Kin:
         self.asked: list[Any] = []
         self.dropped: list[Any] = []
         self.enders: dict[Callable[[], object], None] = {}
+        self.sent: list[int] = []
         channel = SimpleNamespace(loop=asyncio.get_running_loop(), send=None, keep=None, flush=lambda: None)
-        self.families = SimpleNamespace(channel=channel)
+        channel.send_from_thread = lambda op, _number, _body: self.sent.append(op)
+        self.families = SimpleNamespace(channel=channel, unpack=lambda child: child.take_answer())
 
     def child(self, kind: Any, tell: Any) -> Any:
         return kind(self, 1, tell)
@@ -77,3 +81,37 @@ async def test_who_waits_for_a_map_hears_of_its_end_although_its_input_fails_as_
         with pytest.raises(StopAsyncIteration):
             await taking
     assert kin.dropped == kin.asked
+
+
+async def closers_of_a_stream(kin: Kin) -> tuple[Any, list[asyncio.Task[None]]]:
+    """A nested stream that was begun, and two tasks that wait for its end."""
+    stream: NestedStream[Any] = NestedStream(StreamSource(cast(Any, kin), None, 4, cast(Any, lambda: None)))
+    taking = asyncio.ensure_future(anext(stream))
+    await until(lambda: bool(kin.asked))
+    closers = [asyncio.ensure_future(stream.aclose()) for _ in range(2)]
+    with pytest.raises(StopAsyncIteration):
+        await taking
+    assert kin.sent == [CLOSE]
+    return kin.asked[0], closers
+
+
+async def test_a_cancelled_closer_of_a_stream_leaves_the_other_one_waiting_for_the_end() -> None:
+    kin = Kin()
+    child, (one, other) = await closers_of_a_stream(kin)
+    one.cancel()
+    await asyncio.wait([one])
+    assert not other.done()
+    assert not kin.dropped
+    child.answer = (ANSWER_VALUE, None)
+    child.tell(child)
+    async with asyncio.timeout(10):
+        await other
+
+
+async def test_a_stream_is_dropped_when_all_of_its_closers_are_cancelled() -> None:
+    kin = Kin()
+    child, closers = await closers_of_a_stream(kin)
+    for closer in closers:
+        closer.cancel()
+    await asyncio.wait(closers)
+    assert kin.dropped == [child]

@@ -60,6 +60,7 @@ class StreamCall(CallBase):
     )
 
     queue: ClassVar[None] = None
+    is_short = False  # a broken worker may answer one that its consumer has left: `take` alone tells those who wait for its end
 
     # `Submission` sets these, and `PoolWorker` sets `call_id` when it sends the call.
     owner: StreamOwner
@@ -126,8 +127,7 @@ class StreamCall(CallBase):
                     yield value
                 if self.done():
                     break
-                self._waiter = self._loop.create_future()
-                await self._waiter
+                await self._more()
             error, self.error = self.error, None
             if error is not None:
                 try:
@@ -136,6 +136,11 @@ class StreamCall(CallBase):
                     del error  # its traceback holds this frame: a cycle that would keep the callers' locals alive
         finally:
             self.close()
+
+    async def _more(self) -> None:
+        waiter = self._waiter = self._loop.create_future()
+        if not self.done():  # asked again: a garbage collection may have closed the stream before it had this waiter
+            await waiter
 
     def close(self) -> None:
         """End the stream, because the consumer needs no more items. Idempotent."""
@@ -199,14 +204,11 @@ class StreamCall(CallBase):
 
     # For the supervisor
 
-    def submitted(self) -> None:
-        """Note that the call is complete and about to be sent or queued."""
-        self._phase = StreamPhase.OPEN
-
-    def forget(self) -> None:
-        """Note that the call could not be submitted. The submitter raises the error."""
-        if not self.done():
-            self._end(None)
+    def submitted(self) -> bool:
+        """Note that the call is complete and about to be sent or queued. Return False if it has ended already."""
+        if self._phase is StreamPhase.NEW:
+            self._phase = StreamPhase.OPEN
+        return self._phase is StreamPhase.OPEN
 
     def cut(self, refusal: Callable[[], BaseException]) -> None:
         """End the stream, because the runner closes or is broken. Items that were published are still handed over."""
@@ -285,6 +287,10 @@ class StreamCall(CallBase):
             self._gone.set_result(None)
 
     def _end(self, error: BaseException | None) -> None:
+        # Whoever calls this has asked before whether it is done. User code may have closed it since: the pickling of an argument
+        # that closes it and then fails, or a garbage collection.
+        if self._phase is StreamPhase.OVER:
+            return
         self._phase = StreamPhase.OVER
         if self._watch is not None:
             self._watch.cancel()
@@ -300,5 +306,6 @@ class StreamCall(CallBase):
         self._loop.call_exception_handler({"message": f"{_UNHEARD}: {self.function.name}", "exception": failure})
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

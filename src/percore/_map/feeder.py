@@ -120,6 +120,12 @@ class Feeder:
                     await asyncio.sleep(0)
                 begun = loop.time()
 
+    def _entered(self, count: int) -> None:
+        """Note that so many items have entered admission."""
+        self._items.admitted += count
+        if self._life.is_closed:  # a garbage collection has run user code that has closed the map
+            self._items.leave(self._items.admitted)
+
     async def _pull(self, most: int) -> Pulled:
         inputs, admission = self._inputs, self._admission
         if inputs.is_async:
@@ -127,12 +133,11 @@ class Feeder:
             self._pulled_at = self._loop.time()
             pulled = await inputs.pull()
             if admission is not None and pulled.rows and self._life.pulls:
-                entered = await admission.enter()  # not in the line of `+=`, which would read the count before the wait
-                self._items.admitted += entered
+                self._entered(await admission.enter())
             return pulled
         if admission is not None:
             most = await admission.enter(most)
-            self._items.admitted += most
+            self._entered(most)
         self._pulled_at = self._loop.time()
         pulled = inputs.pull_now(most)
         if admission is not None and len(pulled.rows) < most and not self._life.is_closed:

@@ -100,8 +100,9 @@ class InFlight:
 
     async def wait(self) -> None:
         """Wait until results are ready or the map has advanced."""
-        self._result_waiter = self._loop.create_future()
-        await self._result_waiter
+        waiter = self._result_waiter = self._loop.create_future()
+        if not self.is_over():  # asked again: since the caller has asked, a garbage collection may have closed the map
+            await waiter
 
     def wake(self) -> None:
         """Wake the task that waits for results."""
@@ -160,7 +161,6 @@ class InFlight:
         number = self.window.pulled
         item = Item(self, number, body, size, self.plan(), key)
         self.window.pull(1, size)
-        self._alive[number] = item
         if shares:
             self.owner.shares.hold(item, shares)
         if self._policy is not None and self._policy.is_limited:
@@ -168,6 +168,11 @@ class InFlight:
         if self._policy is not None and self._policy.rate is not None:
             self.owner.rates.limit(item, self._policy)
         self.owner.accept(item)
+        # Known only now: user code that a garbage collection runs cannot cancel it while it is neither in a queue nor in a worker.
+        if not item.done():
+            self._alive[number] = item
+            if self.life.is_closed:
+                self.cancel_from(0)
 
     def take_failure(self, error: BaseException) -> None:
         """Implement `Taker`."""

@@ -151,8 +151,22 @@ class MapRun:
         supervisor.dispatch.open(items.queue)
         supervisor.closing.enders[feeder.end] = None
         supervisor.pool.changes.resized.add(items.resized)
+        if life.is_closed:  # a garbage collection has run user code that has closed the map
+            self._leave(items, feeder)
+            return None
         feeder.begin()
         return items
+
+    def _leave(self, items: InFlight, feeder: Feeder) -> None:
+        """Cancel the items, and let nothing of the supervisor refer to this map."""
+        self._supervisor.closing.enders.pop(feeder.end, None)
+        self._supervisor.pool.changes.resized.discard(items.resized)
+        faults = Faults("a map was closed")
+        if self._watcher is not None:
+            with faults:  # user code
+                self._watcher.end()
+        items.close(faults)
+        faults.finish()
 
     def _watch(self) -> None:
         """Show the progress, if that is asked for. This runs user code, so the map must be sure to be closed."""
@@ -173,15 +187,8 @@ class MapRun:
             return
         items, feeder = self._parts
         items.wake()
-        self._supervisor.closing.enders.pop(feeder.end, None)
-        self._supervisor.pool.changes.resized.discard(items.resized)
-        faults = Faults("a map was closed")
-        if self._watcher is not None:
-            with faults:  # user code
-                self._watcher.end()
-        items.close(faults)
         try:
-            faults.finish()
+            self._leave(items, feeder)
         finally:
             await feeder.close()
             if self._span is not None:

@@ -18,7 +18,8 @@ were queued ahead.
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Generic
+from operator import methodcaller
+from typing import Final, Generic
 
 from percore._protocol.messages import Kind
 from percore._scheduler.choice import Choice
@@ -29,6 +30,8 @@ from percore._scheduler.levels import DEEPEST, Levels
 from percore._scheduler.places import AHEAD, room_of
 from percore._scheduler.queues import C, Queue, S
 from percore._scheduler.recalls import Recall, Recalls
+
+_DONE: Final = methodcaller("done")
 
 
 class Dispatch(Generic[C, S]):
@@ -438,6 +441,20 @@ class Dispatch(Generic[C, S]):
             yield from list(queue.calls)
             for lane in list(queue.lanes.values()):
                 yield from list(lane.calls)
+
+    def check_counts(self) -> None:
+        """Check that each queue and lane counts its cancelled calls. Slow: for the audit.
+
+        Raises:
+            AssertionError: a count is wrong, so that a runner that closes would wait for a call that is not there, or for none.
+        """
+        for queue in (*self.singles, *self._maps):
+            lanes = list(queue.lanes.values())
+            counts = [(queue.ended, list(queue.calls)), *((lane.ended, list(lane.calls)) for lane in lanes)]
+            found = [(ended, sum(map(_DONE, calls))) for ended, calls in counts]
+            assert all(counted == ended for counted, ended in found), f"cancelled calls as counted, and as found: {found}"
+            live = sum(len(lane.calls) - lane.ended for lane in lanes)
+            assert queue.count == live, f"{queue.count} calls with keys wait, and there are {live}"
 
     def _has_plain(self) -> bool:
         """Whether a plain call waits that any worker may take."""

@@ -342,7 +342,9 @@ class Keys(Generic[C, S]):
 
     def cancelled(self, name: Hashable, queue: Lanes[C, S]) -> None:
         """Note that a waiting call was cancelled. It is dropped on its turn, or earlier if `purge` finds many cancelled calls."""
-        lane = queue.lanes[name]
+        lane = queue.lanes.get(name)
+        if lane is None:  # since it was cancelled, in the middle of a step, its map was closed with all that waited
+            return
         lane.ended += 1
         queue.count -= 1
         purge(lane)

@@ -67,7 +67,8 @@ _TABLE: Final[dict[MapPhase, _Row]] = {
     # In the later phases the feeder may still report the end of the inputs, and an item an error of percore.
     MapPhase.FED: _Row(False, True, {MapEvent.EXHAUST: MapPhase.FED, **_STOP}),
     MapPhase.STOPPED: _Row(False, False, {MapEvent.EXHAUST: MapPhase.STOPPED, **_STOP}),
-    MapPhase.CLOSED: _Row(False, False, {MapEvent.EXHAUST: MapPhase.CLOSED, MapEvent.STOP: MapPhase.CLOSED, **_CLOSE}),
+    # And a garbage collection may run user code that closes the map while it begins.
+    MapPhase.CLOSED: _Row(False, False, dict.fromkeys(MapEvent, MapPhase.CLOSED)),
 }
 
 
@@ -84,12 +85,9 @@ class MapLife:
         """An error to raise as soon as possible."""
         self.failure: BaseException | None = None
         """An error to raise after the results of all pulled inputs."""
-        self._enter(MapPhase.NEW)
-
-    def _enter(self, phase: MapPhase) -> None:
-        self.now = phase
-        self.pulls, self.gives, _ = _TABLE[phase]
-        self.is_closed = phase is MapPhase.CLOSED
+        self.now = MapPhase.NEW
+        self.pulls = self.gives = True
+        self.is_closed = False
 
     def advance(self, event: MapEvent) -> None:
         """Take an event. An event that has no effect in this phase changes nothing.
@@ -97,10 +95,18 @@ class MapLife:
         Raises:
             IllegalEvent: the event cannot happen in this phase.
         """
-        following = _TABLE[self.now].following.get(event)
-        if following is None:
-            raise IllegalEvent(f"{event.value} of a map that is {self.now.value}")
-        self._enter(following)
+        while True:
+            now = self.now
+            following = _TABLE[now].following.get(event)
+            if following is None:
+                raise IllegalEvent(f"{event.value} of a map that is {now.value}")
+            pulls, gives, _ = _TABLE[following]
+            if self.now is now:  # else a garbage collection has run user code that has closed the map: look again from there
+                self.now = following
+                self.pulls = pulls
+                self.gives = gives
+                self.is_closed = following is MapPhase.CLOSED
+                return
 
     def stop(self, error: BaseException) -> None:
         """Stop the map with this error. The first error is kept."""

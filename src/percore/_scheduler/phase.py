@@ -141,12 +141,8 @@ class RunnerPhase:
     def __init__(self) -> None:
         self.broken: PercoreError | None = None
         """The error that broke the runner. It stays when the runner closes."""
-        self._enter(Phase.OPEN)
-
-    def _enter(self, phase: Phase) -> None:
-        self.now = phase
-        for name, value in zip(Permissions._fields, _TABLE[phase].permissions, strict=True):
-            setattr(self, name, value)
+        self.now = Phase.OPEN
+        self.accepts, self.begins, self.delays, self.replaces, self.is_closing, self.is_cut = _TABLE[Phase.OPEN].permissions
 
     def advance(self, event: PhaseEvent) -> None:
         """Take an event. An event that has no effect in this phase changes nothing.
@@ -154,10 +150,22 @@ class RunnerPhase:
         Raises:
             IllegalEvent: the event cannot happen in this phase.
         """
-        following = _TABLE[self.now].following.get(event)
-        if following is None:
-            raise IllegalEvent(f"{event.value} of a runner that is {self.now.value}")
-        self._enter(following)
+        while True:
+            now = self.now
+            following = _TABLE[now].following.get(event)
+            if following is None:
+                raise IllegalEvent(f"{event.value} of a runner that is {now.value}")
+            accepts, begins, delays, replaces, is_closing, is_cut = _TABLE[following].permissions
+            if self.now is now:  # else a garbage collection has run user code that closes the runner: look again from there
+                # Nothing is called here: a phase and its permissions change together.
+                self.now = following
+                self.accepts = accepts
+                self.begins = begins
+                self.delays = delays
+                self.replaces = replaces
+                self.is_closing = is_closing
+                self.is_cut = is_cut
+                return
 
     def due(self, *, has_calls: bool, has_workers: bool) -> PhaseEvent | None:
         """Return the event that is due in the closing of a runner with, or without, calls and workers; None if it waits."""

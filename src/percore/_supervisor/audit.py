@@ -76,6 +76,8 @@ class Audit:
         waiting: Iterator[PendingCall] = self._calls.dispatch.calls()
         held = [call for call in waiting if call.member is not None]
         assert not held, f"calls that wait, and are in a worker: {_names(held)}"
+        assert not self._calls.withdrawn, f"calls that were cancelled as they were taken: {_names(list(self._calls.withdrawn))}"
+        self._calls.dispatch.check_counts()
 
     def _check_keys(self, members: Sequence[PoolWorker]) -> None:
         """A key counts its calls that are in workers: else its other calls wait for ever, or run on two workers at once."""

@@ -90,6 +90,10 @@ class CallRegistry:
         """The supervisor sets it."""
         self.loose: set[PendingCall] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
+        self.is_moving = False
+        """Whether calls are moved: one may have left its queue or its worker, and be nowhere yet. Who sets it ends with `moved`."""
+        self.withdrawn: set[PendingCall] = set()
+        """Calls that have no worker, and that user code has cancelled meanwhile, in a garbage collection."""
         self.is_refusing = False
         """Whether the next iteration of the loop ends further calls that wait, since no more may begin."""
         self.watch: Watch
@@ -145,6 +149,25 @@ class CallRegistry:
         except BaseException as error:
             self.failed_with(call, error, member)
 
+    def accept_known(self, call: PendingCall, begin: "Callable[[], bool]") -> None:
+        """As `accept`, for a call that its user knows, and may cancel meanwhile: a stream.
+
+        `begin` is called once a cancellation finds the call here. It returns False if the call has ended before.
+        """
+        meter = call.function.meter
+        meter.left = left = meter.left - 1
+        call.accepted = 0 if left else meter.mark()
+        if not self.watch.is_armed:
+            self.watch.arm()
+        outer, self.is_moving = self.is_moving, True
+        try:
+            if begin():
+                self._accept_again(call)
+            else:
+                self.release(call)
+        finally:
+            self.moved(outer)
+
     def broadcast(self, call: PendingCall, member: PoolWorker) -> None:
         """Send a call of a broadcast to its worker, or queue it until the worker has a place."""
         meter = call.function.meter
@@ -182,12 +205,12 @@ class CallRegistry:
             if plan.terms is not None:
                 plan.set_begin_by(None)
         call.repeated()
-        if not self.phase.begins or (delay and not self.phase.delays) or call.is_dropped():
+        if not self.phase.begins or (delay and not self.phase.delays) or call.is_dropped() or call.done():
             # The attempt was decided on earlier, and the call's thread has only ended now; or user code has cancelled the call.
             self.refuse(call)
         elif delay:
-            self.retries.delayed.add(call)
             plan.timer = self.loop.call_later(delay, self._attempt, call)
+            self.retries.delayed.add(call)
         else:
             self._accept_again(call)
 
@@ -196,46 +219,59 @@ class CallRegistry:
             call.drop()
             self.cancelled(call)
             return
-        self.retries.drop(call)
         self._accept_again(call)
 
     def _accept_again(self, call: PendingCall) -> None:
-        """As `accept`, for a call that its user may cancel meanwhile, in code that a garbage collection runs.
-
-        The call counts as delayed until it has its place. If it is delayed no more by then, it was cancelled.
-        """
-        member, delayed = None, self.retries.delayed
+        """As `accept`, for a call that its user may cancel meanwhile, in code that a garbage collection runs."""
+        member, outer, self.is_moving = None, self.is_moving, True
         try:
-            delayed.add(call)
+            self.retries.drop(call)
             if call.plan is not None and call.plan.policy.rate is not None:
                 self.rates.limit(call, call.plan.policy)
             member = self.dispatch.submitted(call, call.queue)
-            is_wanted = call in delayed
-            delayed.discard(call)
-            if is_wanted:
-                if member is not None:
-                    member.send(call)
-            elif member is None:
-                self.dispatch.ended(call, call.queue)
-            elif call.key is not None:
-                self.dispatch.unsent(call)
+            if member is not None and not self._was_withdrawn(call):
+                member.send(call)
         except BaseException as error:
             self.failed_with(call, error, member)
+        finally:
+            self.moved(outer)
 
     def send_waiting(self, kind: int) -> None:
         """Send the waiting calls of one kind, as far as workers have room."""
         if not self.watch.is_armed:
             self.watch.arm()
-        for call, member in self.dispatch.fill(kind):
-            try:
-                if not call.is_dropped():
-                    member.send(call)
-                    continue
-                call.drop()  # it is cancelled; its task will call `withdraw` soon
-                if call.key is not None:
-                    self.dispatch.unsent(call)
-            except BaseException as error:
-                self.failed_with(call, error, member)
+        outer, self.is_moving = self.is_moving, True
+        try:
+            for call, member in self.dispatch.fill(kind):
+                try:
+                    if call.is_dropped():
+                        call.drop()  # it is cancelled; its task will call `withdraw` soon
+                        if call.key is not None:
+                            self.dispatch.unsent(call)
+                    elif not self.withdrawn or not self._was_withdrawn(call):
+                        member.send(call)
+                except BaseException as error:
+                    self.failed_with(call, error, member)
+        finally:
+            self.moved(outer)
+
+    def _was_withdrawn(self, call: PendingCall) -> bool:
+        """Whether a call was cancelled since it was taken for a worker: then it is not sent, and has ended."""
+        if call not in self.withdrawn:
+            return False
+        self.release(call)
+        if call.key is not None:
+            self.dispatch.unsent(call)
+        return True
+
+    def moved(self, outer: bool) -> None:
+        """End a step in which calls were moved, and withdraw those that were cancelled meanwhile. `outer`: `is_moving` before it.
+
+        Each of them is in a worker by now, waits, or was dropped on its turn as one whose cancellation is counted: so count it.
+        """
+        self.is_moving = outer
+        while self.withdrawn and not outer:
+            self.cancelled(self.withdrawn.pop())
 
     def failed_with(
         self, call: PendingCall, error: BaseException, chosen: PoolWorker | None = None, *, stays: bool = False
@@ -324,7 +360,9 @@ class CallRegistry:
         if os.getpid() != self._pid:  # a copy of the call in a fork of this process, which has no workers
             return
         member: PoolWorker | None = call.member
-        if member is None:
+        if member is None and self.is_moving and call.kind != Kind.BROADCAST:
+            self.withdrawn.add(call)
+        elif member is None:
             self.release(call)
             call.body = WITHDRAWN  # a garbage collection may do this when the call has left its queue, and is about to be sent
             if call.kind == Kind.BROADCAST:
@@ -376,16 +414,19 @@ class CallRegistry:
 
     def returned(self, call: PendingCall) -> None:
         """Queue a call again that its worker has handed back or not begun, or end it if its time to begin is over."""
-        if is_late(call):
-            self.release(call)
-            call.set_exception(late(call))
-        else:
+        if not is_late(call):
             self.dispatch.returned([(call, call.queue)])
+            return
+        self.release(call)
+        if not call.done():
+            call.set_exception(late(call))
 
     def release(self, call: Outcome) -> None:
         """Release the call's arguments and the shared objects it holds. No attempt of the call will follow."""
         if call.body is None:  # a batch: its items are scalars or small pickles, which hold no slots
             return
+        if self.withdrawn:
+            self.withdrawn.discard(call)
         self._free(call, ())
         if self.shares.held:
             self.shares.drop(call)
@@ -448,13 +489,18 @@ class CallRegistry:
         calls: list[PendingCall] = []
         faults = Faults("calls that nobody will run were ended")
         has_more = True
-        with faults:
-            has_more = self.dispatch.withdraw(calls, PIECE)
-        if faults.last is not None:
+        outer, self.is_moving = self.is_moving, True
+        try:
             with faults:
                 has_more = self.dispatch.withdraw(calls, PIECE)
-        faults.surely(lambda: calls.extend(self.broadcasts.withdraw()))
-        self.loose.update(calls)
+            if faults.last is not None:
+                with faults:
+                    has_more = self.dispatch.withdraw(calls, PIECE)
+            faults.surely(lambda: calls.extend(self.broadcasts.withdraw()))
+            self.loose.update(calls)
+        finally:
+            with faults:
+                self.moved(outer)
         for call in calls:
             with faults:
                 self.refuse(call)

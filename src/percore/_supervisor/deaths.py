@@ -51,9 +51,13 @@ class Deaths:
                 _count(member, call)
         elif began or self._phase.is_cut:
             delay = self._lost(member, call, fate.age, began=began)
-            member.take(call.call_id)
-            if delay is not None:
-                self._calls.again(call, delay)
+            outer, self._calls.is_moving = self._calls.is_moving, True
+            try:
+                member.take(call.call_id)
+                if delay is not None:
+                    self._calls.again(call, delay)
+            finally:
+                self._calls.moved(outer)
 
     def _give_up(self, member: PoolWorker, call: PendingCall, faults: Faults) -> None:
         """End a call for which the last step failed. The error is WorkerDied, since the call may have begun in the dead worker."""
@@ -103,10 +107,13 @@ class Deaths:
                 _count(member, item)
                 continue
             renewed = item.renewed()
+            outer, self._calls.is_moving = self._calls.is_moving, True
             with inner:
                 delay = self._lost(member, renewed, age)
                 if delay is not None and not item.done():
                     self._calls.again(renewed, delay)
+            with inner:
+                self._calls.moved(outer)
             if inner.last is not None:
                 self._give_up(member, renewed, inner)
         member.take(batch.call_id)

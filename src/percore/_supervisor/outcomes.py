@@ -385,12 +385,15 @@ class Outcomes:
 
     def _try_again(self, member: PoolWorker, target: Outcome, delay: float) -> None:
         member.retried += 1
-        call = target.renewed()
-        target.leave(member)
+        calls, call = self._calls, target.renewed()
+        outer, calls.is_moving = calls.is_moving, True
         try:
-            self._calls.again(call, delay)
+            target.leave(member)
+            calls.again(call, delay)
         except BaseException as error:
-            self._calls.failed_with(call, error)
+            calls.failed_with(call, error)
+        finally:
+            calls.moved(outer)
 
     def _started(self, member: PoolWorker, call_id: int) -> None:
         call = member.calls[call_id]
@@ -441,7 +444,15 @@ class Outcomes:
             return
         if was_read(call) or member.fate(call).begun:  # it would run twice, or without its arguments
             raise BrokenFrame(f"call {call_id} came back, which has begun")
-        member.take(call_id)
+        outer, calls.is_moving = calls.is_moving, True
+        try:
+            self._came_back(member, call)
+        finally:
+            calls.moved(outer)
+
+    def _came_back(self, member: PoolWorker, call: PendingCall) -> None:
+        calls = self._calls
+        member.take(call.call_id)
         if call.kind != Kind.BROADCAST:
             member.unbegun(1)
         if call.done():

@@ -168,8 +168,8 @@ class PoolWorker:
         if call_id > ID_MASK:  # the bits above ID_MASK hold the numbers of items
             call_id = call_id % self.stride + self.stride
         call.call_id = call_id
-        call.member = self
         self.calls[call_id] = call
+        call.member = self  # last: a cancellation by user code that a garbage collection runs goes by it
         self.load[call.kind] += 1
         body = call.body
         if body is None:

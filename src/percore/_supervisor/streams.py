@@ -74,20 +74,21 @@ class Streams:
             if call.done():  # another task has closed the stream meanwhile
                 self._admission.leave()
                 return
-        self._register(call)
         try:
+            self._register(call)
             self._submission.stream(call, function, args, kwargs)
         except BaseException:
-            call.forget()
+            call.close()  # a Ctrl-C may have come after it was sent
             raise
 
     def _register(self, call: StreamCall) -> None:
-        end = partial(call.cut, self._closing.refusal)
-        self._closing.enders[end] = None
+        end, enders = partial(call.cut, self._closing.refusal), self._closing.enders
 
         def done() -> None:
-            self._closing.enders.pop(end, None)
-            if self._admission is not None:
+            if enders.pop(end, self) is None and self._admission is not None:  # once
                 self._admission.leave()
 
+        enders[end] = None
         call.on_done = done
+        if call.done():  # since `begin` has asked, a garbage collection has run user code that has closed it
+            done()

@@ -184,10 +184,7 @@ class Submission:
             return
         if POINTS:
             point("supervisor.call.stored" if type(body) is int and self._is_placed(body) else "supervisor.call.pickled")
-        call.submitted()
-        if call.plan.policy.rate is not None:
-            self._calls.rates.limit(call, call.plan.policy)
-        self._calls.accept(call)
+        self._calls.accept_known(call, call.submitted)
 
     def _accept(
         self,

@@ -28,6 +28,8 @@ class StreamSource(Source):
         self._ready: deque[tuple[Any, bool]] = deque()
         self._child: StreamChild | None = None
         self._is_answered = self._is_closing = False
+        self._closers: list[None] = []
+        """One for each task or thread that waits for the end of the generator."""
 
     def begin(self, *, is_async: bool) -> None:
         request = self._request()
@@ -87,28 +89,31 @@ class StreamSource(Source):
         return self._child is not None and not self._is_answered
 
     def ask_for_end(self) -> None:
-        """Have the generator closed."""
-        assert self._child is not None
-        if not self._is_closing:
+        """Have the generator closed, for one who waits for `end`."""
+        self._closers.append(None)
+        child = self._child
+        if not self._is_closing and child is not None:
             self._is_closing = True
             self._ready.clear()
             self.wake()
-            self.families.channel.send_from_thread(CLOSE, self._child.number, None)
+            self.families.channel.send_from_thread(CLOSE, child.number, None)
 
     def end(self) -> Any:
         """Return `OVER` once the generator has ended, and `WAIT` before. Raises the error by which it has failed, once."""
         if not self._is_answered:
-            return WAIT
+            return OVER if self._child is None else WAIT
         child, self._child = self._child, None
         self.is_closed = True
         if child is not None and child.failure is None:
             self.families.unpack(child)
         return OVER
 
-    def give_up(self) -> None:
-        """Do not wait for the end any longer."""
-        self._is_closing = False
-        self.close()
+    def waited(self) -> None:
+        """Note that one who has asked for the end waits no longer. After the last one nothing waits for it any more."""
+        self._closers.pop()
+        if not self._closers:
+            self._is_closing = False
+            self.close()
 
 
 class NestedStream(Walk[T_co]):
@@ -140,10 +145,10 @@ class NestedStream(Walk[T_co]):
             source.ask_for_end()
             try:
                 await source.until(source.end)
-            except BaseException:
-                source.give_up()
-                raise
-        source.close()
+            finally:
+                source.waited()
+        else:
+            source.close()
 
     def close(self) -> None:
         """As `aclose`, in a plain function."""
@@ -153,7 +158,7 @@ class NestedStream(Walk[T_co]):
             source.ask_for_end()
             try:
                 source.until_in_thread(source.end)
-            except BaseException:
-                source.give_up()
-                raise
-        source.close()
+            finally:
+                source.waited()
+        else:
+            source.close()

@@ -1,0 +1,207 @@
+"""Code of the user that cancels a call, or leaves a stream or a map, while percore is in the middle of a step with it.
+
+A garbage collection runs such code anywhere: a `__del__` cancels a future, or, in a loop with eager tasks, closes a stream. Here it
+runs where percore enters a function, at each seventh place. With `make long` it runs at each, and after each call, too.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType
+from typing import Any, Final, NoReturn, cast
+
+import pytest
+
+from percore import Rate, Runner, Stream
+from tests import jobs
+from tests.contract import stream_jobs as streams
+from tests.counts import LONG, times
+from tests.fakes import FakeRunner
+from tests.internals import audit_of, supervisor_of
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio_only
+
+ROOMS: Final = tuple(f"/percore/{room}/" for room in ("_calls", "_map", "_scheduler", "_supervisor"))
+
+EVENTS: Final = ("call", "return", "c_return") if LONG else ("call",)
+"""Where a collection may begin: from Python 3.12 on as a function begins, and after each call."""
+
+Withdraw = Callable[[], object]
+
+
+class Collection:
+    """Runs code at one place, in the steps of percore that its block has taken."""
+
+    def __init__(self, at: int, act: Withdraw) -> None:
+        self._left = at
+        self._act = act
+        self.place = ""
+        """The place that was hit; empty as long as none was."""
+
+    def _passed(self, frame: FrameType, event: str, _argument: Any) -> None:
+        code = frame.f_code
+        if self.place or event not in EVENTS or not any(room in code.co_filename for room in ROOMS) or _is_check(frame):
+            return
+        if not self._left:
+            self.place = f"{code.co_qualname}, line {frame.f_lineno}, {event}"
+            self._act()
+        self._left -= 1
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        before = sys.getprofile()
+        sys.setprofile(self._passed)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+def _is_check(frame: FrameType | None) -> bool:
+    """Whether the audit looks: at one thing after the other, so what happens meanwhile would count as a fault."""
+    while frame is not None and not frame.f_code.co_filename.endswith("audit.py"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def now(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Begin it here, as a loop with eager tasks does; and leave it."""
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return
+    coroutine.close()
+
+
+async def ends(awaitable: Any) -> None:
+    """Wait for an end of any kind."""
+    async with asyncio.timeout(20):
+        await asyncio.gather(awaitable, return_exceptions=True)
+
+
+# What is withdrawn, and the steps that it is in meanwhile
+
+
+async def a_new_stream(runner: Runner, at: int) -> str:
+    stream = runner.stream(streams.anumbers, 1_000_000)
+    collection = Collection(at, lambda: now(stream.aclose()))
+    with collection.on(), contextlib.suppress(StopAsyncIteration):
+        await anext(stream)
+    await ends(stream.aclose())
+    return collection.place
+
+
+async def a_new_stream_that_waits(runner: Runner, at: int) -> str:
+    busy = [runner.submit(asyncio.sleep, 0.001) for _ in range(2)]
+    place = await a_new_stream(runner, at)
+    await asyncio.gather(*busy)
+    return place
+
+
+async def a_waiting_call(runner: Runner, at: int, **options: Any) -> str:
+    view = runner.options(**options)
+    busy = [view.submit(asyncio.sleep, 0) for _ in range(2)]
+    waiting = [view.submit(jobs.aecho, number) for number in range(2)]
+    collection = Collection(at, waiting[0].cancel)
+    with collection.on():
+        await asyncio.wait(busy)
+        for future in waiting:
+            await ends(future)
+    return collection.place
+
+
+async def a_waiting_call_with_a_key(runner: Runner, at: int) -> str:
+    return await a_waiting_call(runner, at, key="key")
+
+
+async def a_waiting_call_with_a_rate(runner: Runner, at: int) -> str:
+    return await a_waiting_call(runner, at, key="rated", rate=Rate(10_000, per=1, burst=2))
+
+
+async def a_call_that_is_tried_again(runner: Runner, at: int) -> str:
+    future = runner.options(retries=1, retry_on=ValueError).submit(jobs.afail, ValueError)
+    collection = Collection(at, future.cancel)
+    with collection.on():
+        await ends(future)
+    return collection.place
+
+
+async def a_map(runner: Runner, at: int) -> str:
+    results = runner.map(jobs.aecho, range(5), key=str)
+    collection = Collection(at, lambda: now(results.aclose()))
+    with collection.on():
+        await ends(results.collect())
+    return collection.place
+
+
+WAYS: Final = (
+    a_new_stream,
+    a_new_stream_that_waits,
+    a_waiting_call,
+    a_waiting_call_with_a_key,
+    a_waiting_call_with_a_rate,
+    a_call_that_is_tried_again,
+    a_map,
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", WAYS)
+async def test_c1_a_withdrawal_in_the_middle_of_any_step_leaves_nothing(
+    way: Callable[[Runner, int], Coroutine[Any, Any, str]],
+) -> None:
+    at = 0
+    async with FakeRunner(1, concurrency=2, max_pending=100) as runner:
+        supervisor = supervisor_of(runner)
+        while place := await way(runner, at):
+            at += times(7, 1)
+            async with asyncio.timeout(20):
+                await until(lambda: not supervisor.closing.unfinished())
+            admission: Any = supervisor.admission
+            assert (supervisor.dispatch.waiting(), len(supervisor.closing.enders), admission._inside) == (0, 0, 0), place
+            (member,) = supervisor.members
+            assert (member.calls, member.load, len(member.free)) == ({}, [0, 0, 0], member.places), place
+            assert runner.statistics().restarts == 0, place
+            audit_of(runner).check()
+    assert at > 10
+
+
+class Closes:
+    """Closes a stream when it is pickled, and then fails."""
+
+    def __init__(self, closed: list[Stream[Any]]) -> None:
+        self.closed = closed
+
+    def __reduce__(self) -> NoReturn:
+        now(self.closed[0].aclose())
+        raise ValueError("not to be pickled")
+
+
+async def test_s6_a_stream_that_its_argument_closes_gives_its_admission_back_once() -> None:
+    async with FakeRunner(1, max_pending=2) as runner:
+        admission: Any = supervisor_of(runner).admission
+        admission.enter_now()  # for another call
+        closed: list[Stream[Any]] = []
+        closed.append(runner.stream(streams.anumbers, cast("Any", Closes(closed))))
+        assert [item async for item in closed[0]] == []
+        assert admission._inside == 1
+        admission.leave()
+
+
+async def test_p6_a_stream_whose_submission_is_interrupted_after_it_was_sent_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeRunner(1) as runner:
+        supervisor = supervisor_of(runner)
+        submit: Any = supervisor.submission.stream
+
+        def interrupted(*args: Any) -> None:
+            submit(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(supervisor.submission, "stream", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            await anext(runner.stream(streams.anumbers, 1_000_000))
+        async with asyncio.timeout(20):
+            await until(lambda: not supervisor.closing.unfinished())
