@@ -36,6 +36,10 @@ def _raise(text: str) -> None:
     raise ValueError(text)
 
 
+def first(shared: Shared[Any], _other: Any) -> Any:
+    return shared.value
+
+
 def value_of(shared: Shared[Any]) -> Any:
     return shared.value
 

@@ -173,6 +173,29 @@ async def test_close_refuses_new_calls_and_lets_those_under_way_go_on(make: Make
 
 @sent_once
 @pytest.mark.apart(because="each side has objects of its own, made by pickling")
+class Closes:
+    """Closes a shared object as it is pickled, and takes the slot that this leaves."""
+
+    def __init__(self, runner: percore.Runner, shared: percore.Shared[Any]) -> None:
+        self.runner = runner
+        self.shared = shared
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.shared.close()
+        _ = self.runner.submit(jobs.alength, b"of another call" * 20_000)
+        return int, ()
+
+
+@pytest.mark.apart(because="nothing is pickled there")
+async def test_s6_closed_as_a_later_argument_is_pickled_it_stays_until_the_call_has_ended(make: MakeRunner) -> None:
+    async with make() as runner:
+        shared = await runner.share([1, 2])
+        assert await runner.run(share_jobs.first, shared, Closes(runner, shared)) == [1, 2]
+        shared = await runner.share([3, 4])
+        assert await runner.map(functools.partial(share_jobs.first, shared), [Closes(runner, shared)]) == [[3, 4]]
+        await until_free(runner)
+
+
 async def test_it_is_freed_when_the_handle_has_gone_and_no_call_uses_it(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         call = runner.submit(share_jobs.wait_and_sum, log.path, gate.path, await runner.share(np.ones(SIZE)))

@@ -135,7 +135,8 @@ def test_a_shared_object_that_could_not_be_told_is_neither_forgotten_there_nor_l
         member = member_on(wire, shares)
         function = function_of(Kind.TASK, b"pickle.")
         share = Share(shares, 9)
-        shares.hold(function, [share])
+        _, met = shares.met_in(Share.travel, share)
+        shares.hold(function, met)
         call = cast(Any, Caller(function))
         with pytest.raises(MemoryError):
             member.send(call)

@@ -201,10 +201,11 @@ class Functions:
         function.payload = b""
         self._shares.drop(function)
 
-    def discard(self, body: tuple[Any, ...] | Payload) -> None:
-        """Release the body of a call that will not be sent, or the pickle of a function."""
+    def discard(self, body: tuple[Any, ...] | Payload, met: Sequence[Share] = ()) -> None:
+        """Release the body of a call that will not be sent, with the shared objects met in it; or the pickle of a function."""
         if type(body) is int:
             self.store.discard(body)
+        self._shares.let_go(met)
 
     def size_of(self, body: object) -> int:
         """Return the size in bytes of a call's pickled arguments; 0 if they are sent without pickling."""
@@ -224,6 +225,7 @@ class Functions:
         if type(payload) is int:
             if self._placed >= self.store.most_functions or not self.store.is_placed(payload):
                 self.store.discard(payload)
+                self._shares.let_go(met)
                 return False
             self._placed += 1
         function.payload = payload
@@ -265,8 +267,6 @@ class Functions:
         return unsendable(*blamed(fn, args, kwargs, self._can_pickle), error)
 
     def _can_pickle(self, obj: object) -> bool:
-        outer = self._shares.watch()
-        try:
-            return self.store.can_pickle(obj)
-        finally:
-            self._shares.seen(outer)
+        can_pickle, met = self._shares.met_in(self.store.can_pickle, obj)
+        self._shares.let_go(met)
+        return can_pickle

@@ -14,15 +14,17 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
 from percore._common.endings import Endings
 from percore._common.errors import RunnerClosed
 from percore._protocol import shared
 from percore._protocol.interfaces import Store
-from percore._protocol.messages import FORGET, SHARE, Body, BrokenFrame, Payload
+from percore._protocol.messages import FORGET, SHARE, Body, BrokenFrame
 from percore._protocol.shared import CLOSED, Copy, Shared
+
+P = TypeVar("P")
 
 
 class Reader(Protocol):
@@ -149,6 +151,7 @@ class Shares:
         """Shared objects by the call or the function that holds them."""
         self._waiters: set[asyncio.Future[int]] = set()
         self._met: Sequence[Share] | None = None
+        """The shared objects that the part of a call which is being pickled refers to; None: none is being pickled."""
         self.endings = Endings(loop)
 
     # Making one
@@ -210,40 +213,37 @@ class Shares:
                 "a Shared can be sent only in the arguments of its own runner's calls; "
                 "to share several objects, share them as one: `await runner.share((a, b))`"
             )
+        share.holders += 1  # now: what is pickled after it, or a garbage collection, may close the object
         self._met = (*self._met, share)
 
-    def met_in(self, pickle: Callable[[object], Payload], obj: object) -> tuple[Payload, Sequence[Share]]:
-        """Pickle a part of a call. Return its payload, and the shared objects that were met, as `watch` and `seen` do."""
+    def met_in(self, pickle: Callable[[Any], P], obj: object) -> tuple[P, Sequence[Share]]:
+        """Pickle a part of a call. Return its payload, and the shared objects that were met.
+
+        They are held: pass them to `hold` or to `let_go`. Calls of this may be nested: pickling runs user code, which may submit
+        another call.
+        """
         outer, self._met = self._met, ()
         try:
             payload = pickle(obj)
-        finally:
+        except BaseException:
             met, self._met = self._met, outer
-        assert met is not None
+            self.let_go(met)
+            raise
+        met, self._met = self._met, outer
         return payload, met
 
-    def watch(self) -> Sequence[Share] | None:
-        """Begin to collect the shared objects that are met while part of a call is pickled. Pass the return value to `seen`.
+    def hold(self, holder: Any, met: Sequence[Share]) -> None:
+        """Let a call or a function hold the shared objects that `met_in` has returned until `drop`."""
+        self.held.setdefault(holder, []).extend(met)
 
-        Pairs of `watch` and `seen` may be nested: pickling runs user code, which may submit another call.
-        """
-        outer, self._met = self._met, ()
-        return outer
-
-    def seen(self, outer: Sequence[Share] | None) -> Sequence[Share]:
-        """Return the shared objects met since the `watch` that returned `outer`."""
-        met, self._met = self._met, outer
-        assert met is not None
-        return met
-
-    def hold(self, holder: Any, shares: Sequence[Share]) -> None:
-        """Let a call or a function hold these shared objects until `drop`."""
-        self.held.setdefault(holder, []).extend(shares)
-        for share in shares:
-            share.holders += 1
+    def let_go(self, met: Sequence[Share]) -> None:
+        """Release the shared objects that `met_in` has returned: what refers to them is not sent."""
+        for share in met:
+            share.holders -= 1
+            share.look()
 
     def hold_numbers(self, holder: Any, numbers: Sequence[int]) -> None:
-        """As `hold`, by the numbers of the objects.
+        """Let a call hold shared objects, by their numbers, until `drop`.
 
         Raises:
             RuntimeError: one of them was closed.
@@ -251,13 +251,14 @@ class Shares:
         shares = [_live.get(number) for number in numbers]
         if any(share is None or share not in self._shares or share.is_ending for share in shares):
             raise RuntimeError(CLOSED)
-        self.hold(holder, [share for share in shares if share is not None])
+        found = [share for share in shares if share is not None]
+        for share in found:
+            share.holders += 1
+        self.hold(holder, found)
 
     def drop(self, holder: Any) -> None:
         """Release the shared objects that a call or a function holds. Does nothing if it holds none."""
-        for share in self.held.pop(holder, ()):
-            share.holders -= 1
-            share.look()
+        self.let_go(self.held.pop(holder, ()))
 
     # What workers know
 

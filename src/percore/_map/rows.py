@@ -114,7 +114,7 @@ class Rows:
         if not is_scalar:
             body, shares = self._functions.pickle(self._function, args, {})
         if self._taker.is_done():
-            self._functions.discard(body)
+            self._functions.discard(body, shares)
             return False
         size = self._functions.size_of(body)
         weight = self._store.weigh(body) if self._is_batched and not shares else None
