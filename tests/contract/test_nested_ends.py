@@ -3,19 +3,25 @@ closes.
 """
 
 import asyncio
+import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import pytest
 
 import percore
 from percore import RunnerClosed, WorkerDied
+from percore._protocol.messages import ASK, BrokenFrame, Kind
+from percore._protocol.nested_calls import NestedRequest
+from percore._supervisor import nested_answers
 from tests import nested_jobs as jobs
+from tests import nested_walks as walks
 from tests.contract.conftest import MakeRunner, kill_arrived, worker_of
 from tests.contract.pipes import Gate, Log
-from tests.internals import members_of, slots_used, supervisor_of
+from tests.fakes import FakeRunner
+from tests.internals import channel_of, members_of, slots_used, supervisor_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.differs("nodes", because="the pickles of nested calls are passed on")
@@ -41,6 +47,93 @@ def check_empty(runner: percore.Runner) -> None:
     assert not nested.held
     assert all(not (room.asked or room.announced or room.lent) for room in nested.rooms.values())
     assert slots_used(runner) == 0
+
+
+OUTCOMES: Final[dict[str, tuple[Any, ...]]] = {
+    "arguments": (jobs.acall, jobs.echo, b"x" * 300_000),
+    "result": (jobs.acall, bytes, 300_000),
+    "item": (walks.asum_of_large, 2),
+}
+"""Calls whose nested call has arguments, a result or an item that the supervisor has to copy."""
+
+
+async def test_r4_a_nested_call_for_whose_copy_there_is_no_memory_ends(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    monkeypatch.setattr(logging.getLogger("percore"), "disabled", True)  # pytest keeps records, whose tracebacks keep memory
+    async with FakeRunner(1) as runner:
+        answers = supervisor_of(runner).nested.answers
+        for name, (fn, *args) in OUTCOMES.items():
+            with subtests.test(copied=name), monkeypatch.context() as patch:
+                adopt: Any = answers.store.adopt
+
+                def fails(data: bytes, patch: pytest.MonkeyPatch = patch, adopt: Any = adopt) -> Any:
+                    if len(data) < 100_000:
+                        return adopt(data)
+                    patch.undo()
+                    raise MemoryError
+
+                patch.setattr(answers.store, "adopt", fails)
+                async with asyncio.timeout(20):
+                    with pytest.raises(MemoryError):
+                        await runner.run(fn, *args)
+                    await until(lambda: not supervisor_of(runner).closing.unfinished())
+                check_empty(runner)
+        assert runner.statistics().restarts == 0
+
+
+async def test_r4_without_memory_for_its_error_a_nested_call_ends_with_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> NoReturn:
+        raise MemoryError
+
+    async with FakeRunner(1) as runner:
+        assert await runner.run(jobs.acall, jobs.echo, 1) == 1
+        monkeypatch.setattr(nested_answers, "dump_exception", fails)
+        async with asyncio.timeout(20):
+            with pytest.raises(MemoryError, match="no memory for the outcome"):
+                await runner.options(key="k").run(jobs.with_key, "k")
+
+
+def ask(caller: int) -> tuple[Any, ...]:
+    return tuple(NestedRequest(caller, Kind.TASK, "echo", "jobs", None, False, 0, None, None, (), b"N."))
+
+
+@pytest.mark.asyncio_only
+async def test_v9_what_a_message_about_a_nested_call_breaks_is_no_call_with_its_number(
+    log: Log, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeRunner(1) as runner:
+        running = runner.submit(jobs.aheld, log.path, gate.path, "x")
+        await log.take(1)
+        (member,) = members_of(runner)
+        (number,) = member.calls
+
+        def fails(*_: Any) -> NoReturn:
+            raise ValueError("an error of percore")
+
+        monkeypatch.setattr(supervisor_of(runner).nested, "_call", fails)
+        monkeypatch.setattr(supervisor_of(runner).nested, "_refuse", fails)
+        with pytest.raises(ValueError, match="of percore"):
+            channel_of(member).on_frame([(ASK, number, ask(number))])
+        assert list(member.calls) == [number]
+        gate.open()
+        assert await running == "x"
+
+
+@pytest.mark.asyncio_only
+async def test_v9_a_number_whose_last_answer_was_not_read_is_given_to_no_other_nested_call(log: Log, gate: Gate) -> None:
+    """The parcel of the first answer would never be discarded."""
+    async with FakeRunner(1) as runner:
+        running = runner.submit(jobs.both, log.path, gate.path)
+        await log.take(2)
+        (member,) = members_of(runner)
+        room = supervisor_of(runner).nested.rooms[member]
+        room.lent[77] = 0
+        with pytest.raises(BrokenFrame, match="made twice"):
+            channel_of(member).on_frame([(ASK, 77, ask(next(iter(member.families))))])
+        del room.lent[77]
+        gate.open()
+        await running
 
 
 @pytest.mark.own_fork_server  # a reload starts another one

@@ -650,6 +650,10 @@ SENTENCES: Final[dict[str, Use]] = {
     "there is no room for another pickle of … bytes": at(
         "tests/unit/test_channel.py::test_pickles_of_another_store_are_kept_as_long_as_there_is_room"
     ),
+    "the program had no memory for the outcome of a call": at(
+        "tests/contract/test_nested_ends.py::test_r4_without_memory_for_its_error_a_nested_call_ends_with_a_memory_error",
+        "no memory for the outcome",
+    ),
     "a message of at least … bytes does not fit into the memory that is left, … bytes": at(
         "tests/e2e/test_limits.py::test_r4_what_is_larger_than_the_address_space_fails_alone"
     ),

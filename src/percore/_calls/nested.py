@@ -118,22 +118,24 @@ class NestedCall(CallBase):
             self._is_over = True
             self.owner.cancelled(self)
 
+    # It is over once its caller has the answer. If there is no memory for that, the call ends with the error of this.
+
     def set_result(self, value: Any) -> None:
         """End with this result, a scalar."""
-        self._is_over = True
         self.asker.returned(self, value)
+        self._is_over = True
 
     def deliver(self, value: Any, size: int) -> None:
         self.set_result(value)
 
     def forward(self, data: memoryview | bytes, *, is_error: bool) -> None:
-        self._is_over = True
         self.asker.sent(self, data, is_error=is_error)
+        self._is_over = True
 
     def set_exception(self, error: BaseException) -> None:
         """End with this error."""
-        self._is_over = True
         self.asker.failed(self, error)
+        self._is_over = True
 
 
 class NestedStream(NestedCall):

@@ -90,17 +90,19 @@ class Nested:
         room = self.rooms.get(member)
         if room is None:
             room = self.rooms[member] = Room(member)
-        if number in room.asked or number in room.announced:
+            _ = self.answers.no_memory
+        if number in room.asked or number in room.announced or number in room.lent:
             raise BrokenFrame(f"nested call {number} was made twice")
         if POINTS:
             point("supervisor.nested.asked")
         if request.pickle is None:
             room.announced[number] = True
         parent, refusal = self._parent(room, request)
-        if parent is None or refusal is not None:
+        if parent is None:
             self._refuse(room, number, RuntimeError(CALLER_ENDED) if refusal is None else refusal)
             return
         try:
+            self._make_room(parent.call)
             call = self._call(parent, number, request)
         except Exception as error:
             self._refuse(room, number, error)
@@ -127,13 +129,12 @@ class Nested:
                 if not member.step_aside(caller):
                     return None, RuntimeError(_TOO_MANY)
                 parent.is_aside = True
-                self._make_room(caller)
             member.families[request.caller] = parent
         return parent, None
 
     def _make_room(self, caller: PendingCall) -> None:
         """Keep the arguments of a caller, if another attempt may need them, where they take no room that nested calls need."""
-        if type(caller.body) is int and caller.call_id not in caller.member.parked:
+        if type(caller.body) is int and caller.kind != Kind.BROADCAST and caller.call_id not in caller.member.parked:
             caller.body = self._store.unplaced(caller.body)
 
     def _call(self, parent: Parent, number: int, request: NestedRequest) -> NestedCall:
@@ -196,11 +197,14 @@ class Nested:
         channel = member.worker.channel
         is_wanted = room.announced.pop(number)
         data = channel.read(payload)
-        body = self._store.adopt(data) if is_wanted else None
-        del data
-        channel.release(payload)
-        if body is not None:
-            self._accept(room.asked[number][1], body)
+        try:
+            if is_wanted:
+                self._accept(room.asked[number][1], self._store.adopt(data))
+        except Exception as error:  # there is no memory for it
+            self._calls.failed_with(room.asked[number][1], error)
+        finally:
+            del data
+            channel.release(payload)
 
     def _accept(self, call: NestedCall, body: Payload) -> None:
         call.body = body

@@ -1,6 +1,7 @@
 """The answers to nested calls: on their way to the workers of the callers, or held until a caller has its place again."""
 
 from collections import deque
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.calls import PendingCall
@@ -152,6 +153,11 @@ class NestedAnswers:
         self.held: deque[Parent] = deque()
         """Calls whose answer waits for their place."""
 
+    @cached_property
+    def no_memory(self) -> Payload:
+        """The answer if there is no memory to pickle another one. To be asked for before that."""
+        return self._pickled(MemoryError("the program had no memory for the outcome of a call"))
+
     def pass_on(self, parent: Parent, call: NestedCall, op: int, body: Body) -> None:
         """Send items, or answer a nested call that has ended.
 
@@ -251,7 +257,13 @@ class NestedAnswers:
             self.store.discard(body)
 
     def pickled(self, error: BaseException) -> Payload:
-        """Return an exception of this process as an answer."""
+        """Return an exception of this process as an answer. Each caller gets one: without memory for it, MemoryError."""
+        try:
+            return self._pickled(error)
+        except MemoryError:
+            return self.no_memory
+
+    def _pickled(self, error: BaseException) -> Payload:
         file = dump_exception(as_error(error, "percore"), MemoryFile, main_by_value=bool(main_info().by_value))
         return self.store.adopt(bytes(file.data))
 

@@ -16,6 +16,7 @@ from percore._common.fault_points import POINTS, point
 from percore._common.measuring import count_in
 from percore._protocol.messages import (
     CANCELLED,
+    ENDED,
     ERROR,
     FORGOTTEN,
     ID_MASK,
@@ -41,6 +42,9 @@ from percore._supervisor.call_registry import CallRegistry, was_read
 from percore._supervisor.measuring import measure_wait
 from percore._supervisor.pool_worker import PoolWorker
 from percore._supervisor.time_limits import is_late
+
+_OF_CALLS: Final = frozenset((CANCELLED, ENDED, ERROR, ITEM, ITEMS, RESULT, RETURNED, STARTED, TIMED_OUT, UNPICKLED, VALUE, VALUES))
+"""Messages whose id is that of a call of the worker, or of an item of one."""
 
 _BEFORE_OUTCOME: Final = (UNPICKLED, TIMED_OUT, STARTED, ITEMS, ITEM)
 """Messages about a call that are followed by its outcome. The worker holds the call until then."""
@@ -204,6 +208,8 @@ class Outcomes:
             BaseException: `error` itself, if the message is not about a single call, or if the error is no Exception. It breaks
                 the channel, and the death of the worker ends its calls.
         """
+        if op not in _OF_CALLS:  # the number may be that of another call all the same
+            raise error
         held = member.calls.get(call_id & ID_MASK)
         batch = held or call
         if type(batch) is Batch and isinstance(error, Exception):
@@ -291,12 +297,7 @@ class Outcomes:
             channel.release(payload)
             return
         if target.forwards:
-            data = channel.read(payload)
-            target.function.meter.sized(len(data))
-            target.forward(data, is_error=False)
-            del data
-            channel.release(payload)
-            self._calls.ended(member, target)
+            self._forward(member, target, payload, is_error=False)
             return
         received, meter = channel.load(payload), target.function.meter
         meter.loads.left -= 1
@@ -315,6 +316,20 @@ class Outcomes:
         if not received.is_leased:
             channel.release(payload)
         self._calls.ended(member, target)
+
+    def _forward(self, member: PoolWorker, target: Outcome, payload: Payload, *, is_error: bool) -> None:
+        """End a nested call with the bytes that have arrived. The payload is released, though there may be no memory for a copy."""
+        channel = member.worker.channel
+        data = channel.read(payload)
+        try:
+            if not is_error:
+                target.function.meter.sized(len(data))
+            if not target.done():
+                target.forward(data, is_error=is_error)
+        finally:
+            del data
+            channel.release(payload)
+        self._calls.ended(member, target, failed=is_error)
 
     def _delivered(self, member: PoolWorker, call: PendingCall, pickled: Any) -> bool:
         """End a call with a small pickled result. Return False if that could not be unpickled: then the call has left, too."""
@@ -346,14 +361,14 @@ class Outcomes:
         target = self._target(member, call_id)
         channel = member.worker.channel
         if target.forwards and ((plan := target.plan) is None or (plan.late is None and plan.failed >= plan.policy.retries)):
-            if not target.done():
-                target.forward(channel.read(payload), is_error=True)
-            channel.release(payload)
-            self._calls.ended(member, target, failed=True)
+            self._forward(member, target, payload, is_error=True)
             return
-        data = bytes(channel.read(payload)) if target.forwards else b""
-        error = channel.load(payload).load(load_exception)
-        channel.release(payload)
+        received = channel.load(payload)
+        try:
+            data = bytes(channel.read(payload)) if target.forwards else b""
+            error = received.load(load_exception)
+        finally:
+            channel.release(payload)
         if self._is_late(member, target):
             return
         if not target.done():

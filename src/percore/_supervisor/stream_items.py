@@ -49,8 +49,12 @@ class StreamItems:
     def _item(self, member: PoolWorker, stream: StreamCall | NestedStream, payload: Payload) -> None:
         channel = member.worker.channel
         if isinstance(stream, NestedStream):
-            stream.item(channel.read(payload))
-            channel.release(payload)
+            data = channel.read(payload)
+            try:
+                stream.item(data)
+            finally:
+                del data
+                channel.release(payload)
             return
         if stream.done():  # do not run user code (unpickling) for an item that nobody takes
             channel.release(payload)
