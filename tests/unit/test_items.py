@@ -238,6 +238,21 @@ def test_results_are_told_all_at_once() -> None:
     assert calls == [(START + 1, ["a", "b"], 1 + 2, 2)]
 
 
+def test_p6_results_that_an_interrupt_keeps_from_the_map_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as ended, so the death of their worker would not tell the map of them, and it would wait for ever."""
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    broken: list[BaseException] = []
+    running = Running()
+    monkeypatch.setattr(running, "broke", broken.append, raising=False)
+    monkeypatch.setattr(Batch, "_arguments", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        batch_of(4, running).values(0, [1, 2], 0, {})
+    assert [type(error) for error in broken] == [KeyboardInterrupt]
+
+
 @pytest.mark.parametrize(
     ("results", "pickled", "size"),
     [([1, 2, 3], 0, 0), (["ab", "c", ""], 0, 3), ([b"ab", b"c", b""], 0, 3), ([[1], 2, 3], 40, 40), (["ab", 1, None], 0, 2)],

@@ -225,17 +225,21 @@ class Batch(CallBase):
             raise BrokenFrame(f"results of items {first} to {end} of a batch of {self.size}")
         if first > self._ended:
             self._late.update(range(self._ended, first))
-        self._ended = end
-        self.outstanding -= len(results)
-        if end > self.wanted:
-            del results[max(0, self.wanted - first) :]
-        if failures:
-            self._part(first, results, failures)
-        elif results:
-            kind = type(results[0])
-            if not size and (kind is str or kind is bytes):
-                size = sum(len(value) for value in results if type(value) is kind)
-            self.map.ended(self.run.start + first, results, self._arguments(first, first + len(results)), size)
+        try:
+            self._ended = end
+            self.outstanding -= len(results)
+            if end > self.wanted:
+                del results[max(0, self.wanted - first) :]
+            if failures:
+                self._part(first, results, failures)
+            elif results:
+                kind = type(results[0])
+                if not size and (kind is str or kind is bytes):
+                    size = sum(len(value) for value in results if type(value) is kind)
+                self.map.ended(self.run.start + first, results, self._arguments(first, first + len(results)), size)
+        except BaseException as error:  # a Ctrl-C: they count as ended, so the death of the worker will not tell the map of them
+            self.map.broke(error)
+            raise
 
     def _part(self, first: int, results: list[Any], failures: dict[int, Exception]) -> None:
         for place, result in enumerate(results):
