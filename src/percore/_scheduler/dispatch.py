@@ -299,8 +299,8 @@ class Dispatch(Generic[C, S]):
         low = self._low[kind]
         if not turns or all(seat.load[kind] > low for seat in self.seats):
             return
-        if len(turns) == 1 and not self._strained[kind]:  # one queue: no other takes turns with it
-            queue = turns[0]
+        if len(listed := tuple(turns)) == 1 and not self._strained[kind]:  # one queue: no other takes turns with it
+            queue = listed[0]
             if queue.by_seat:
                 if not queue.calls and not queue.batches:
                     yield from self.keys.fill(queue, kind, self._places[kind])
@@ -351,9 +351,10 @@ class Dispatch(Generic[C, S]):
         """Take a call from a listed queue, whose next turn then comes after those of the others."""
         if not queue.is_listed:  # a garbage collection has run user code that has taken its last call
             return None
-        # Remove it and mark it removed in one step: a garbage collection may run user code that takes a turn, too.
-        self._turns[kind].remove(queue)
+        # Mark it removed and remove it in one step, which ends with a call: after that a garbage collection may run user code that
+        # takes a turn, too, or closes the map of this queue.
         queue.is_listed = False
+        self._turns[kind].remove(queue)
         found = None
         try:
             try:
