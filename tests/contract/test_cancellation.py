@@ -12,8 +12,10 @@ import pytest
 
 import percore
 from percore._protocol.messages import CANCEL, DEFINE_TASK, Message
+from percore._supervisor.burials import Burials
 from percore._supervisor.call_registry import CallRegistry
 from percore._worker.tasks import Tasks
+from percore.testing import kill
 from tests import jobs, nested_jobs
 from tests.contract.conftest import MakeRunner
 from tests.contract.pipes import Gate, Log
@@ -543,3 +545,40 @@ async def test_c1_a_call_cancelled_at_any_step_of_its_sending_does_not_run_on(
             if not strike.name:
                 break
         assert at > 20
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["not-begun", "begun"])
+@pytest.mark.parametrize("key", [None, "a"])
+async def test_c6_a_call_cancelled_at_any_step_of_a_death_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, key: str | None, has_begun: bool
+) -> None:
+    """As by a `__del__` that a garbage collection runs there."""
+    exited = Burials.exited
+    strike = Strike(0, lambda _: False)
+
+    def struck(burials: Burials, *args: Any) -> Any:
+        with strike.on():
+            return exited(burials, *args)
+
+    monkeypatch.setattr(Burials, "exited", struck)
+    files = ("deaths.py", "retries.py", "call_registry.py", "pool_worker.py")  # not those of the audit, which asks the dispatch
+    async with FakeRunner(1) as runner:
+        calls = supervisor_of(runner).calls
+        for at in itertools.count():
+            await runner.run(jobs.aecho, 1)
+            call = runner.options(key=key, retries=1).submit(nested_jobs.for_ever, "call")
+            member = members_of(runner)[0]
+            if has_begun:
+                await until(lambda member=member: runner.statistics().running and member.has_read())
+            strike = Strike(at, lambda code: code.co_filename.endswith(files), call.cancel)
+            kill(runner)
+            await until(lambda member=member: member not in members_of(runner))
+            call.cancel()
+            try:
+                async with asyncio.timeout(5):
+                    await until(lambda: not calls.waiting() and not any(one.calls for one in members_of(runner)))
+            except TimeoutError:
+                raise AssertionError(f"struck in {strike.name}: {calls.waiting()} calls wait, or one runs on") from None
+            if not strike.name:
+                break
+        assert at > 10

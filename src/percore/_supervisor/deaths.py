@@ -133,14 +133,21 @@ class Deaths:
                 if faults.last is not None:
                     self._give_up(member, call, faults)
 
-        each(lambda call: back.append(member.take(call.call_id)), list(member.calls.values()))
-        self._calls.loose.update(back)  # the code that runs when one call ends may cancel the others
-        each(lambda call: self._refuse(member, call), back)
-        self._calls.loose.difference_update(back)
-        each(self._requeue, reversed(back))  # each goes to the head of its queue, so the first one goes last
+        outer, self._calls.is_moving = self._calls.is_moving, True
+        try:
+            each(lambda call: back.append(member.take(call.call_id)), list(member.calls.values()))
+            self._calls.loose.update(back)  # the code that runs when one call ends may cancel the others
+            each(lambda call: self._refuse(member, call), back)
+            self._calls.loose.difference_update(back)
+            each(self._requeue, reversed(back))  # each goes to the head of its queue, so the first one goes last
+        finally:
+            with faults:
+                self._calls.moved(outer)
 
     def _requeue(self, call: PendingCall) -> None:
-        if not call.done():
+        if call.done():
+            self._calls.release(call)
+        else:
             self._calls.returned(call)
 
     def _refuse(self, member: PoolWorker, call: PendingCall) -> None:
