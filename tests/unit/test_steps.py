@@ -43,6 +43,7 @@ SPARED = {
     "_worker/server.py:Server._receive_some": LOOP,
     "_worker/streams.py:_Stream._add": "the loop never waits for it",
     "_worker/streams.py:_Stream.flush": "the loop never waits for it",
+    "_worker/streams.py:_Stream._flush_last": "the loop never waits for it",
     "_worker/streams.py:ThreadStream._flush_kept": LOOP,
     "_worker/turns.py:Turns._wait_for_turn": "nobody waits for a turn for longer than a few milliseconds",
     "_worker_process/main_module.py:_Importer.module": "user code runs under it, the program's main module, as under an import",
