@@ -164,7 +164,9 @@ class Shape:
         changes = supervisor.pool.changes
         awaited = tuple((self._rank(slot.index), slot.generation - since) for slot, since in changes._awaited.items())
         recalls = supervisor.dispatch.recalls
-        return slots, awaited, changes._failure is not None, supervisor.phase.now.value, recalls.is_ahead
+        hard = supervisor.calls.limits.hard
+        steps = [] if hard is None else [round(when - self._now, 1) for when in hard._steps._times]  # the timer has the first one
+        return slots, awaited, changes._failure is not None, supervisor.phase.now.value, recalls.is_ahead, tuple(sorted(steps))
 
     def _queues(self) -> object:
         dispatch = self.world.supervisor.dispatch

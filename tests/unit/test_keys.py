@@ -437,6 +437,23 @@ def test_a_key_stays_with_a_worker_that_leaves_until_it_has_ended_there() -> Non
     assert keys.take(queue, new) is waiting
 
 
+def test_what_is_kept_of_keys_that_have_moved_does_not_grow() -> None:
+    """A key that is dropped, since a worker came that it would rather have, leaves its note among those of idle keys."""
+    few, many, queue = seats_of(1), seats_of(40), Queue()
+    keys = keys_with(few)
+    for _ in range(KEPT // 4):
+        for name in ("a", "b", "c"):
+            assert entered(keys, name, queue) is few[0]
+            keys.left(Call(key=name))
+            assert entered(keys, name, queue) is few[0]
+        keys.seated([*few, *many[1:]])
+        for name in ("a", "b", "c"):
+            keys.left(Call(key=name))
+        keys.seated(few)
+    assert len(keys._noted) <= 8
+    assert len(keys) == 0
+
+
 def test_a_key_under_way_stays_when_a_worker_comes_that_it_would_rather_have() -> None:
     seats = seats_of(2)
     name = next(name for name in range(100) if weight(name, 1) > weight(name, 0))

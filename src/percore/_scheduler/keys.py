@@ -139,6 +139,18 @@ class Keys(Generic[C, S]):
         for queue in list(key.lanes):
             queue.lanes.pop(key.name, None)
 
+    def _tidy(self) -> None:
+        """Forget dropped keys among the noted ones, now that one more was dropped: there are soon at most as many as others."""
+        noted = self._noted
+        for _ in range(2):
+            if not noted:
+                return
+            key = noted.popleft()
+            if self._keys.get(key.name) is key:
+                noted.append(key)
+            else:
+                key.is_noted = False
+
     def is_taken(self, name: Hashable) -> bool:
         """Whether a call with this key would have to wait until one of those that are under way ends."""
         key = self._keys.get(name)
@@ -400,6 +412,7 @@ class Keys(Generic[C, S]):
                 return ()
         elif key.is_seated:
             self._drop(key)  # its next call assigns it again
+            self._tidy()
             return ()
         elif running > 1:
             if key.seat in self._resting:
