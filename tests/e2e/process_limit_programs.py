@@ -157,6 +157,7 @@ async def executor(_method: Any) -> None:
     """A worker whose loop needs a thread beside the main one, for which there is no room, says so."""
     failures: list[str] = []
     for spare in range(MOST):
+        await until(lambda: len(children(os.getpid())) <= 1)  # the last worker has ended; the fork server stays
         async with room_for(spare):
             with percore.LoopPoolExecutor(1, max_threads=1) as one:  # which blocks the loop: nothing else needs it
                 try:
