@@ -171,8 +171,6 @@ async def test_close_refuses_new_calls_and_lets_those_under_way_go_on(make: Make
         await until_free(runner)
 
 
-@sent_once
-@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 class Closes:
     """Closes a shared object as it is pickled, and takes the slot that this leaves."""
 
@@ -196,6 +194,8 @@ async def test_s6_closed_as_a_later_argument_is_pickled_it_stays_until_the_call_
         await until_free(runner)
 
 
+@sent_once
+@pytest.mark.apart(because="each side has objects of its own, made by pickling")
 async def test_it_is_freed_when_the_handle_has_gone_and_no_call_uses_it(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make() as runner:
         call = runner.submit(share_jobs.wait_and_sum, log.path, gate.path, await runner.share(np.ones(SIZE)))

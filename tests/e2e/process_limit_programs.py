@@ -156,8 +156,10 @@ async def changes(method: Any) -> None:
 async def executor(_method: Any) -> None:
     """A worker whose loop needs a thread beside the main one, for which there is no room, says so."""
     failures: list[str] = []
+    with percore.LoopPoolExecutor(1, max_threads=1) as first:  # the fork server stays, and needs nothing any more
+        first.submit(abs, 1).result()
     for spare in range(MOST):
-        await until(lambda: len(children(os.getpid())) <= 1)  # the last worker has ended; the fork server stays
+        await until(lambda: len(children(os.getpid())) == 1)  # the last worker has ended
         async with room_for(spare):
             with percore.LoopPoolExecutor(1, max_threads=1) as one:  # which blocks the loop: nothing else needs it
                 try:

@@ -245,7 +245,7 @@ def test_a_start_imports_so_many_modules(subtests: pytest.Subtests) -> None:
     """
     for name, imports, most in (
         ("program", "percore._runner.early; [__import__(name) for name in percore._runner.early.MODULES]", 119),
-        ("fork server", "percore._worker_process.fork_server, percore._worker_process.main", 69),
+        ("fork server", "percore._worker_process.fork_server, percore._worker_process.main", 70),
     ):
         with subtests.test(name=name):
             loaded = loaded_by(f"import {imports}")

@@ -9,7 +9,6 @@ from typing import Any, Final, cast
 from percore._common.callables import qualified_name
 from percore._common.errors import RemoteError, with_article
 from percore._serialization.exception_state import format_traceback, text_of, type_name_of
-from percore._serialization.newer import signature_of
 from percore._serialization.pickler import CANNOT, dump
 from percore._serialization.reducers import CAREFUL
 
@@ -192,6 +191,8 @@ def blamed(
 
 
 def _argument(fn: Callable[..., Any], place: str | int) -> str:
+    from percore._serialization.newer import signature_of
+
     if isinstance(place, str):
         return f"the argument {place!r}"
     try:

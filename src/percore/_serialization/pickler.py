@@ -25,7 +25,6 @@ from pickle import PickleBuffer, Pickler
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
-from percore._serialization.newer import EVALUATES_LATE, NEW_TYPES, evaluated, reduced
 from percore._serialization.reducers import CAREFUL, FAST, REGISTERED, is_current, refresh
 from percore._serialization.unimportable import MAIN_NAMES, is_by_value, needles, unimportable
 
@@ -221,6 +220,8 @@ def value_pickler(main_by_value: bool) -> type[Pickler]:
 def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
     import cloudpickle
 
+    from percore._serialization import newer
+
     proxies = _proxy_reducers() if with_proxies else {}
 
     class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc, unused-ignore]
@@ -231,10 +232,11 @@ def _value_pickler(main_by_value: bool, with_proxies: bool) -> type[Pickler]:
             # pickle, and so cloudpickle, sends a function with a cache by its name, even if the other side cannot import that.
             if type(obj) is _Cached and not _is_known_by_name(obj, main_by_value):
                 return _with_cache, (obj.__wrapped__, obj.cache_parameters())
-            if EVALUATES_LATE and type(obj) is FunctionType and not _is_known_by_name(obj, main_by_value):
-                obj = evaluated(obj)
-            elif type(obj) in NEW_TYPES:
-                return reduced(obj, functools.partial(_is_elsewhere, main_by_value))
+            if sys.version_info >= (3, 14):
+                if type(obj) is FunctionType and not _is_known_by_name(obj, main_by_value):
+                    obj = newer.evaluated(obj)
+                elif type(obj) in newer.NEW_TYPES:
+                    return newer.reduced(obj, functools.partial(_is_elsewhere, main_by_value))
             return super().reducer_override(obj)
 
     class MainByReference(ValuePickler):

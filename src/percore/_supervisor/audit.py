@@ -5,9 +5,13 @@ they know. A disagreement would show later, and elsewhere: as a call that never 
 wait for ever, or a slot without a worker. The audit reports it to the exception handler of the loop, as an AssertionError.
 
 It looks at every call. So while many calls are pending it runs once for several steps, each of which pays for some calls.
+
+Code of the user that a garbage collection runs may call percore in the middle of a step. The audit does not look then, and lets no
+collection begin while it looks.
 """
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +32,19 @@ _PAID_FOR: Final = 32
 """Calls that each step pays for."""
 
 
+class _Collection:
+    """Whether a garbage collection runs, in any thread."""
+
+    is_on = False
+
+    @classmethod
+    def note(cls, phase: str, _info: dict[str, int]) -> None:
+        cls.is_on = phase == "start"
+
+
+gc.callbacks.append(_Collection.note)
+
+
 class Audit:
     """Audits one runner."""
 
@@ -38,11 +55,13 @@ class Audit:
         self._paid = self._price = 0
 
     def look(self) -> None:
-        """Check everything, if enough steps have paid for it. To be called where no part is in the middle of a step."""
+        """Check everything, if enough steps have paid for it and no part is in the middle of a step."""
         self._paid += _PAID_FOR
-        if self._paid < self._price:
+        if self._paid < self._price or _Collection.is_on or self._calls.is_moving or self._calls.is_withdrawing:
             return
         self._paid = 0
+        was_enabled = gc.isenabled()
+        gc.disable()
         try:
             self.check()
         except AssertionError as error:
@@ -50,6 +69,9 @@ class Audit:
             self._loop.call_exception_handler(
                 {"message": "the parts of a runner disagree", "exception": error.with_traceback(None)}
             )
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def check(self) -> None:
         """Check everything.

@@ -94,6 +94,8 @@ class CallRegistry:
         """Whether calls are moved: one may have left its queue or its worker, and be nowhere yet. Who sets it ends with `moved`."""
         self.withdrawn: set[PendingCall] = set()
         """Calls that have no worker, and that user code has cancelled meanwhile, in a garbage collection."""
+        self.is_withdrawing = False
+        """Whether they are withdrawn now."""
         self.is_refusing = False
         """Whether the next iteration of the loop ends further calls that wait, since no more may begin."""
         self.watch: Watch
@@ -270,8 +272,14 @@ class CallRegistry:
         Each of them is in a worker by now, waits, or was dropped on its turn as one whose cancellation is counted: so count it.
         """
         self.is_moving = outer
-        while self.withdrawn and not outer:
-            self.cancelled(self.withdrawn.pop())
+        if outer or not self.withdrawn:
+            return
+        outer, self.is_withdrawing = self.is_withdrawing, True
+        try:
+            while self.withdrawn:
+                self.cancelled(self.withdrawn.pop())
+        finally:
+            self.is_withdrawing = outer
 
     def failed_with(
         self, call: PendingCall, error: BaseException, chosen: PoolWorker | None = None, *, stays: bool = False
