@@ -156,19 +156,21 @@ async def changes(method: Any) -> None:
 async def executor(_method: Any) -> None:
     """A worker whose loop needs a thread beside the main one, for which there is no room, says so."""
     failures: list[str] = []
-    with percore.LoopPoolExecutor(1, max_threads=1) as first:  # the fork server stays, and needs nothing any more
-        first.submit(abs, 1).result()
-    for spare in range(MOST):
-        await until(lambda: len(children(os.getpid())) == 1)  # the last worker has ended
-        async with room_for(spare):
-            with percore.LoopPoolExecutor(1, max_threads=1) as one:  # which blocks the loop: nothing else needs it
-                try:
-                    result = one.submit(abs, -7).result()
-                except (RuntimeError, percore.StartupFailed) as error:
-                    failures.append(str(error))
-                    continue
-            say("executor", [failures, result])
-            return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+
+    def attempt() -> int:
+        with percore.LoopPoolExecutor(1, max_threads=1) as one:  # which blocks the loop: nothing else needs it
+            return one.submit(abs, -7).result()
+
+    # The program, the executor's thread, the fork server and the worker. What is still ending counts as well: then it is too few.
+    resource.setrlimit(resource.RLIMIT_NPROC, (4, hard))
+    while not failures or (len(failures) < 500 and "could not start: " not in failures[-1]):
+        try:
+            failures.append(f"{attempt()}, without a thread")
+        except (RuntimeError, percore.StartupFailed) as error:
+            failures.append(str(error))
+    resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+    say("executor", [failures, attempt()])
 
 
 if __name__ == "__main__":
