@@ -491,6 +491,27 @@ async def test_an_input_that_is_cancelled_is_no_end(make: MakeRunner) -> None:
         assert seen == [1]
 
 
+@pytest.mark.parametrize("kind", ["list", "stream"])
+async def test_a_map_ends_though_its_feeder_is_cancelled_before_its_first_step(make: MakeRunner, kind: str) -> None:
+    """As by a program that cancels all of its tasks but two."""
+    source = Source()
+
+    def cancel() -> None:
+        (feeder,) = (task for task in asyncio.all_tasks() if task.get_name() == "percore-map")
+        feeder.cancel()
+
+    async with make() as runner, asyncio.timeout(20):
+        numbers = source.anumbers()
+        assert await anext(numbers) == 0
+        results = runner.map(jobs.aecho, numbers)
+        using = asyncio.ensure_future(results.collect() if kind == "list" else anext(aiter(results)))
+        asyncio.get_running_loop().call_soon(cancel)  # after the step that makes the feeder
+        with pytest.raises(RuntimeError, match="the input raised CancelledError"):
+            await using
+        assert source.closed.is_set()
+        assert await runner.map(jobs.aecho, [1, 2]) == [1, 2]
+
+
 async def test_nothing_that_was_pulled_after_an_error_runs(make: MakeRunner, log: Log, gate: Gate) -> None:
     pulls, goes_on = asyncio.Event(), asyncio.Event()
 

@@ -20,7 +20,7 @@ WAYS: dict[MapPhase, list[MapEvent]] = {
 
 FOLLOWING: dict[MapPhase, dict[MapEvent, MapPhase]] = {
     MapPhase.NEW: {BEGIN: MapPhase.BEGUN, CLOSE: MapPhase.CLOSED},
-    MapPhase.BEGUN: {FEED: MapPhase.FEEDING, CLOSE: MapPhase.CLOSED},
+    MapPhase.BEGUN: {FEED: MapPhase.FEEDING, EXHAUST: MapPhase.FED, CLOSE: MapPhase.CLOSED},
     MapPhase.FEEDING: {EXHAUST: MapPhase.FED, STOP: MapPhase.STOPPED, CLOSE: MapPhase.CLOSED},
     MapPhase.FED: {EXHAUST: MapPhase.FED, STOP: MapPhase.STOPPED, CLOSE: MapPhase.CLOSED},
     MapPhase.STOPPED: {EXHAUST: MapPhase.STOPPED, STOP: MapPhase.STOPPED, CLOSE: MapPhase.CLOSED},

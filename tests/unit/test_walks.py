@@ -63,6 +63,47 @@ async def test_a_map_over_an_async_input_ends_in_a_loop_with_eager_tasks() -> No
     assert not kin.enders
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["read", "left"])
+async def test_a_map_ends_and_closes_its_input_though_its_feeder_is_cancelled_before_its_first_step(leaves: bool) -> None:
+    """As by another call that cancels all tasks, between the step that makes the feeder and the first one of the feeder."""
+    kin, closed = Kin(), asyncio.Event()
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            await asyncio.sleep(0)
+            closed.set()
+
+    source = numbers()
+    await anext(source)
+    walk = map_of(kin, source)
+    taking = asyncio.ensure_future(anext(walk))
+    asyncio.get_running_loop().call_soon(lambda: feeder_of(walk).cancel())  # after the step of `taking`
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        if leaves:
+            await walk.aclose()
+            assert closed.is_set()
+        if leaves:
+            with pytest.raises(StopAsyncIteration):
+                await taking
+        else:
+            with pytest.raises(RuntimeError, match="the input raised CancelledError"):
+                await taking
+        await closed.wait()
+        await asyncio.wait([feeder_of(walk)])
+    assert not kin.asked
+    assert not kin.enders
+
+
+def feeder_of(walk: NestedMap[Any]) -> asyncio.Task[None]:
+    feeder = cast(MapSource, walk._source).feeder
+    assert feeder is not None
+    return feeder
+
+
 def fails_when_closed() -> Iterator[int]:
     try:
         yield from count()

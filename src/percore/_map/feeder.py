@@ -44,6 +44,14 @@ class Feeder:
         """Start the task."""
         self._life.advance(MapEvent.BEGIN)
         self._task = self._loop.create_task(self._feed(), name="percore-map")
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, _task: "asyncio.Task[None]") -> None:
+        """End the map if the task was cancelled before its first step: it has done nothing, and nobody would wake the map."""
+        if self._life.now is MapPhase.BEGUN:
+            self._cancelled(asyncio.CancelledError())
+            self._life.advance(MapEvent.EXHAUST)
+            self._items.wake()
 
     def end(self) -> None:
         """Stop pulling, because the runner takes no more calls."""
@@ -71,10 +79,7 @@ class Feeder:
             await self._feed_until_end()
             self._send()
         except asyncio.CancelledError as error:
-            # The input raised it, or the map is being ended: by `close`, or by `end`, which has set `failure`.
-            if not life.is_closed and life.failure is None:
-                life.failure = RuntimeError(f"the input raised {shown(error)}")
-                life.failure.__cause__ = error
+            self._cancelled(error)
         except Exception as error:  # an error of percore: those of the input arrive in `Pulled`
             life.stop(error)
         except BaseException as error:  # treated as a Ctrl-C: it propagates, and the map reports that the input was cut short
@@ -84,6 +89,13 @@ class Feeder:
         finally:
             life.advance(MapEvent.EXHAUST)
             self._items.wake()
+
+    def _cancelled(self, error: asyncio.CancelledError) -> None:
+        """The input raised it, or the program; or the map is being ended: by `close`, or by `end`, which has set `failure`."""
+        life = self._life
+        if not life.is_closed and life.failure is None:
+            life.failure = RuntimeError(f"the input raised {shown(error)}")
+            life.failure.__cause__ = error
 
     async def _feed_until_end(self) -> None:
         life, items, window, phase, loop = self._life, self._items, self._window, self._supervisor.phase, self._loop

@@ -2,7 +2,8 @@
 
     new ──begin──▶ begun ──feed──▶ feeding ──exhaust──▶ fed ──stop──▶ stopped ──close──▶ closed
 
-A map never goes back. It may skip phases: `stop` also leads from feeding to stopped, and `close` from each phase to closed.
+A map never goes back. It may skip phases: `stop` also leads from feeding to stopped, `exhaust` from begun to fed (a feeder that is
+cancelled before its first step), and `close` from each phase to closed.
 """
 
 from enum import Enum
@@ -62,7 +63,7 @@ _STOP: Final = {MapEvent.STOP: MapPhase.STOPPED, **_CLOSE}
 
 _TABLE: Final[dict[MapPhase, _Row]] = {
     MapPhase.NEW: _Row(True, True, {MapEvent.BEGIN: MapPhase.BEGUN, **_CLOSE}),
-    MapPhase.BEGUN: _Row(True, True, {MapEvent.FEED: MapPhase.FEEDING, **_CLOSE}),
+    MapPhase.BEGUN: _Row(True, True, {MapEvent.FEED: MapPhase.FEEDING, MapEvent.EXHAUST: MapPhase.FED, **_CLOSE}),
     MapPhase.FEEDING: _Row(True, True, {MapEvent.EXHAUST: MapPhase.FED, **_STOP}),
     # In the later phases the feeder may still report the end of the inputs, and an item an error of percore.
     MapPhase.FED: _Row(False, True, {MapEvent.EXHAUST: MapPhase.FED, **_STOP}),

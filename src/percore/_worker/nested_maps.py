@@ -110,7 +110,20 @@ class MapSource(Source):
         self.inputs.open()
         if self.inputs.is_async:
             self.family.enders[self._end_feeder] = None  # first: in a loop with eager tasks, the feeder may end before it is known
-            self.feeder = self.loop.create_task(self._feed(), name="percore-map")
+            self._start_feeder()
+
+    def _start_feeder(self) -> None:
+        self.feeder = self.loop.create_task(self._feed(), name="percore-map")
+        self.feeder.add_done_callback(self._feeder_ended)
+
+    def _feeder_ended(self, _feeder: "asyncio.Task[None]") -> None:
+        """Start another feeder, which only closes the inputs, if this one was cancelled before its first step."""
+        if self._end_feeder not in self.family.enders:
+            return
+        if not (self.is_closed or self.family.is_over):
+            self._error = _cancelled_input(asyncio.CancelledError())
+        self._is_exhausted = True
+        self._start_feeder()
 
     async def _feed(self) -> None:
         """Pull async inputs."""
@@ -129,8 +142,7 @@ class MapSource(Source):
         except asyncio.CancelledError as error:
             if self.is_closed or self.family.is_over:
                 raise
-            self._error = RuntimeError(f"the input raised {shown(error)}")
-            self._error.__cause__ = error
+            self._error = _cancelled_input(error)
         except BaseException as error:
             self._error = as_error(error, "percore")
         finally:
@@ -286,6 +298,13 @@ class MapSource(Source):
             self.feeder.cancel()
 
 
+def _cancelled_input(error: asyncio.CancelledError) -> RuntimeError:
+    """Return the error of a map whose feeder was cancelled: by its input, or by code that cancels all tasks."""
+    failure = RuntimeError(f"the input raised {shown(error)}")
+    failure.__cause__ = error
+    return failure
+
+
 class NestedMap(Walk[T_co]):
     """The results of `percore.current_runner().map(...)`: a coroutine awaits it for a list or iterates it with `async for`, a plain
     function iterates it with `for`. Use it once, in one of these ways.
@@ -325,7 +344,7 @@ class NestedMap(Walk[T_co]):
         """Cancel the calls that are not done, and close the generators among the inputs. In a coroutine. Idempotent."""
         source = cast(MapSource, self._source)
         source.close()
-        if source.feeder is not None and not source.feeder.done():
+        while source.feeder is not None and not source.feeder.done():
             await asyncio.wait([source.feeder])
 
     def __len__(self) -> int:
