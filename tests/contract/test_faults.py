@@ -9,6 +9,7 @@ percore.
 import asyncio
 import functools
 import gc
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from types import CodeType
@@ -27,6 +28,7 @@ from tests.contract.conftest import threads_ended, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.counts import LONG
 from tests.fakes import FakeRunner
+from tests.internals import supervisor_of
 from tests.strikes import Fault, Strike
 
 pytestmark = pytest.mark.asyncio_only
@@ -126,6 +128,9 @@ async def serves(runner: percore.Runner) -> None:
     # What was cancelled may still run. A count that does not agree with the calls would never become 0.
     while (counts := runner.statistics()).queued or counts.running:  # noqa: ASYNC110  # there is no event for it
         await asyncio.sleep(0)
+    calls = supervisor_of(runner).calls
+    assert not calls.is_moving, "calls that are cancelled from now on would never be withdrawn"
+    assert not calls.withdrawn
 
 
 async def death(strike: Strike, log: Log, gate: Gate) -> dict[str, Any]:
@@ -241,6 +246,29 @@ def test_a_fault_just_after_a_replacement_was_started(tmp_path: Path, sixteen: N
     strike = _now[0] = Strike(0, lambda code: code.co_qualname == "Placeless.look")
     run(death, strike, tmp_path / "0")
     assert strike.name
+
+
+def test_a_fault_at_the_end_of_each_move_of_calls(tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves calls must not seem to go on: a call that is cancelled later would never be withdrawn."""
+    monkeypatch.setattr(Burials, "exited", struck(Burials.exited))
+    monkeypatch.setattr(Supervisor, "advance", struck(Supervisor.advance))
+    for mover in ("Deaths._end", "Deaths._lost_item", "Deaths._return", "CallRegistry._accept_again", "CallRegistry.send_waiting"):
+        strike = _now[0] = Strike(0, functools.partial(ends, mover))
+        run(death, strike, tmp_path / mover)
+        assert strike.name, mover
+
+
+def ends(mover: str, code: CodeType) -> bool:
+    """Whether this function is called at the end of a move."""
+    return code.co_qualname == "CallRegistry.moved" and sys._getframe(3).f_code.co_qualname == mover
+
+
+def test_a_fault_as_an_item_of_a_dead_batch_ends(tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Burials, "exited", struck(Burials.exited))
+    strike = _now[0] = Strike(0, lambda code: code.co_qualname == "Item.set_exception")
+    outcomes = run(death, strike, tmp_path / "0")
+    assert strike.name
+    assert is_fault(outcomes["batches"])
 
 
 @pytest.mark.long

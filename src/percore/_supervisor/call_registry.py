@@ -91,7 +91,10 @@ class CallRegistry:
         self.loose: set[PendingCall] = set()
         """Calls in no queue and no worker, about to be ended or queued again. User code may cancel them meanwhile."""
         self.is_moving = False
-        """Whether calls are moved: one may have left its queue or its worker, and be nowhere yet. Who sets it ends with `moved`."""
+        """Whether calls are moved: one may have left its queue or its worker, and be nowhere yet.
+
+        Who sets it sets it back in a `finally`, before any call of a function (a Ctrl-C may come there), and then calls `moved`.
+        """
         self.withdrawn: set[PendingCall] = set()
         """Calls that have no worker, and that user code has cancelled meanwhile, in a garbage collection."""
         self.is_withdrawing = False
@@ -119,6 +122,8 @@ class CallRegistry:
         self.turn.catch_up()
         rates: Rates | None = vars(self).get("rates")
         steps = [self.limits.catch_up, *([] if rates is None else [rates.catch_up])]
+        if self.withdrawn:
+            steps.append(self.moved)
         if self.is_refusing:
             steps.append(self._refuse_more)
         Faults("lost callbacks were made up for").run(*steps)
@@ -168,7 +173,8 @@ class CallRegistry:
             else:
                 self.release(call)
         finally:
-            self.moved(outer)
+            self.is_moving = outer
+            self.moved()
 
     def broadcast(self, call: PendingCall, member: PoolWorker) -> None:
         """Send a call of a broadcast to its worker, or queue it until the worker has a place."""
@@ -236,7 +242,8 @@ class CallRegistry:
         except BaseException as error:
             self.failed_with(call, error, member)
         finally:
-            self.moved(outer)
+            self.is_moving = outer
+            self.moved()
 
     def send_waiting(self, kind: int) -> None:
         """Send the waiting calls of one kind, as far as workers have room."""
@@ -255,7 +262,8 @@ class CallRegistry:
                 except BaseException as error:
                     self.failed_with(call, error, member)
         finally:
-            self.moved(outer)
+            self.is_moving = outer
+            self.moved()
 
     def _was_withdrawn(self, call: PendingCall) -> bool:
         """Whether a call was cancelled since it was taken for a worker: then it is not sent, and has ended."""
@@ -266,13 +274,12 @@ class CallRegistry:
             self.dispatch.unsent(call)
         return True
 
-    def moved(self, outer: bool) -> None:
-        """End a step in which calls were moved, and withdraw those that were cancelled meanwhile. `outer`: `is_moving` before it.
+    def moved(self) -> None:
+        """Withdraw the calls that were cancelled while calls were moved. To be called when that has ended.
 
         Each of them is in a worker by now, waits, or was dropped on its turn as one whose cancellation is counted: so count it.
         """
-        self.is_moving = outer
-        if outer or not self.withdrawn:
+        if self.is_moving or not self.withdrawn:
             return
         outer, self.is_withdrawing = self.is_withdrawing, True
         try:
@@ -507,8 +514,9 @@ class CallRegistry:
             faults.surely(lambda: calls.extend(self.broadcasts.withdraw()))
             self.loose.update(calls)
         finally:
+            self.is_moving = outer
             with faults:
-                self.moved(outer)
+                self.moved()
         for call in calls:
             with faults:
                 self.refuse(call)

@@ -57,7 +57,8 @@ class Deaths:
                 if delay is not None:
                     self._calls.again(call, delay)
             finally:
-                self._calls.moved(outer)
+                self._calls.is_moving = outer
+                self._calls.moved()
 
     def _give_up(self, member: PoolWorker, call: PendingCall, faults: Faults) -> None:
         """End a call for which the last step failed. The error is WorkerDied, since the call may have begun in the dead worker."""
@@ -106,21 +107,27 @@ class Deaths:
             if item.done():
                 _count(member, item)
                 continue
-            renewed = item.renewed()
-            outer, self._calls.is_moving = self._calls.is_moving, True
-            with inner:
-                delay = self._lost(member, renewed, age)
-                if delay is not None and not item.done():
-                    self._calls.again(renewed, delay)
-            with inner:
-                self._calls.moved(outer)
-            if inner.last is not None:
-                self._give_up(member, renewed, inner)
+            self._lost_item(member, item.renewed(), age, inner)
         member.take(batch.call_id)
         run = batch.rest(items)
         if run is not None:
             self._calls.put_back(batch.map, run)
         inner.finish()
+
+    def _lost_item(self, member: PoolWorker, item: PendingCall, age: float | None, faults: Faults) -> None:
+        """As `_lost`, for an item that is a call of its own from now on, and is nowhere yet."""
+        outer, self._calls.is_moving = self._calls.is_moving, True
+        try:
+            with faults:
+                delay = self._lost(member, item, age)
+                if delay is not None and not item.done():
+                    self._calls.again(item, delay)
+            if faults.last is not None:
+                self._give_up(member, item, faults)
+        finally:
+            self._calls.is_moving = outer
+        with faults:
+            self._calls.moved()
 
     def _return(self, member: PoolWorker, faults: Faults) -> None:
         """Queue the calls that the dead worker had not begun again, or end them if no worker will run them."""
@@ -141,8 +148,9 @@ class Deaths:
             self._calls.loose.difference_update(back)
             each(self._requeue, reversed(back))  # each goes to the head of its queue, so the first one goes last
         finally:
+            self._calls.is_moving = outer
             with faults:
-                self._calls.moved(outer)
+                self._calls.moved()
 
     def _requeue(self, call: PendingCall) -> None:
         if call.done():

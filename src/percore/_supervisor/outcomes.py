@@ -408,7 +408,8 @@ class Outcomes:
         except BaseException as error:
             calls.failed_with(call, error)
         finally:
-            calls.moved(outer)
+            calls.is_moving = outer
+            calls.moved()
 
     def _started(self, member: PoolWorker, call_id: int) -> None:
         call = member.calls[call_id]
@@ -463,7 +464,8 @@ class Outcomes:
         try:
             self._came_back(member, call)
         finally:
-            calls.moved(outer)
+            calls.is_moving = outer
+            calls.moved()
 
     def _came_back(self, member: PoolWorker, call: PendingCall) -> None:
         calls = self._calls
