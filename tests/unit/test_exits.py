@@ -23,7 +23,7 @@ from tests.contract.conftest import worker_of
 from tests.fakes import FakeRunner
 from tests.internals import supervisor_of
 
-STRUCK = ("processes/launch.py", "processes/descriptors.py")
+STRUCK = ("processes/launch.py", "processes/descriptors.py", "_common/sure_handles.py")
 
 
 class Dead(Watched):
@@ -61,10 +61,7 @@ def ctrl_c(at: int) -> Iterator[list[str]]:
         return ends
 
     def called(frame: FrameType, event: str, _argument: Any) -> Any:
-        # The first steps of a timer are left out. It is needed only where the fork server has not told the code by then.
-        before = frame.f_back
-        is_timer = "_after_patience" in (frame.f_code.co_name, before.f_code.co_name if before else "")
-        if is_timer or not frame.f_code.co_filename.endswith(STRUCK):
+        if not frame.f_code.co_filename.endswith(STRUCK):
             return None
         strike(frame, event)
         return ends

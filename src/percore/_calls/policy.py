@@ -5,7 +5,7 @@ attempts. The terms of a plan are the part that its worker gets.
 """
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._common.call_options import CallOptions, checked, delay_of
 from percore._common.callables import check_awaited
@@ -13,8 +13,6 @@ from percore._common.options import PREFETCH, Backoff, RetryOn
 from percore._common.worker_errors import WorkerDied
 
 if TYPE_CHECKING:
-    import asyncio
-
     from percore._common.rates import Rate
 
 _NO_TERMS: Final = (None, None, False, 0, None, False, 0.0)
@@ -255,6 +253,14 @@ class Policy:
 DEFAULT: Final = Policy()
 
 
+class Timer(Protocol):
+    """The timer of the next attempt."""
+
+    def when(self) -> float: ...
+
+    def cancel(self) -> None: ...
+
+
 class CallPlan:
     """The policy of one call, and the state of its attempts."""
 
@@ -275,7 +281,7 @@ class CallPlan:
         """The error with which the call ends once its attempt has ended; None: its next attempt follows."""
         self.started: float | None = None
         """When the worker has announced the start of this attempt, if it does; a time of the monotonic clock."""
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: Timer | None = None
         """Set while the call waits for its next attempt."""
         self.begin_by: float | None = None
         """When the call must have begun, as a time of the monotonic clock. None: no limit, or it has begun before."""

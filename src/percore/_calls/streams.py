@@ -9,6 +9,7 @@ from percore._calls.calls import CallBase, Owner
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
 from percore._common.errors import CUT_OFF, RunnerClosed
+from percore._common.sure_handles import SureHandle, surely_later
 from percore._common.tracing import Span
 from percore._protocol.messages import CREDIT, BrokenFrame, Payload
 from percore._scheduler.streaming import PATIENCE, Credits, StreamPhase
@@ -98,7 +99,7 @@ class StreamCall(CallBase):
         """Whether the loop is about to call `_grant`."""
         self._is_aside = False
         """Whether it has given its place back, because it waits for its consumer."""
-        self._watch: asyncio.TimerHandle | None = None
+        self._watch: SureHandle | None = None
         """Set while the loop is about to call `_look`."""
         self._failure: BaseException | None = None
 
@@ -165,8 +166,9 @@ class StreamCall(CallBase):
     def _look(self) -> None:
         """Step aside, if the generator waits for its consumer."""
         self._watch = None
-        if self.credits.is_used_up and self._phase is StreamPhase.OPEN and self.member is not None and not self._is_aside:
-            self._is_aside = self.member.step_aside(self)
+        if self.credits.is_used_up and self._phase is StreamPhase.OPEN and self.member is not None:
+            if not self._is_aside:  # else a Ctrl-C has come before the next line
+                self._is_aside = self.member.step_aside(self)
             self.owner.has_room()
 
     def _come_back(self) -> None:
@@ -230,7 +232,7 @@ class StreamCall(CallBase):
         """
         self.credits.arrive(len(values))
         if self._watch is None and self.credits.is_used_up and self._phase is StreamPhase.OPEN:
-            self._watch = self._loop.call_later(PATIENCE, self._look)
+            self._watch = surely_later(self._loop, PATIENCE, self._look)
         if self._phase is not StreamPhase.OVER:
             self._ready += values
             self._wake()

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from percore._common.callables import check_plain
 from percore._common.log import report
+from percore._common.sure_handles import surely_later
 from percore._monitor.progress import Progress
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from percore._common.sure_handles import SureHandle
     from percore._map.displays import Display
 
 Wanted: TypeAlias = "bool | Literal['text'] | Callable[[Progress], object] | None"
@@ -130,13 +132,15 @@ class Watcher:
         self._busy = busy
         self._began = loop.time()
         self._meter = Meter(self._began)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: SureHandle | None = None
         self._tick()
 
     def _tick(self) -> None:
         self._show(is_over=False)
         if self._display is not None:
-            self._timer = self._loop.call_later(self._display.seconds, self._tick)
+            before, self._timer = self._timer, surely_later(self._loop, self._display.seconds, self._tick)
+            if before is not None:
+                before.cancel()
 
     def end(self) -> None:
         """Show the end. Idempotent."""

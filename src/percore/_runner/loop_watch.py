@@ -20,6 +20,8 @@ _BUSY: Final = 0.5
 """The share of CPU time below which a process whose threads did not run was stopped, or had no CPU."""
 
 _STOP: Final = -1.0
+_EACH: Final = 2
+"""How often the loop gets each callback: it drops one that a Ctrl-C keeps from beginning."""
 
 
 class _LoopWatcher:
@@ -29,22 +31,26 @@ class _LoopWatcher:
         self._loop = loop
         self._after = after
         self._of_loop = threading.get_ident()
-        self._heard: SimpleQueue[float] = SimpleQueue()
-        """When the loop has run a callback, or _STOP."""
+        self._heard: SimpleQueue[tuple[int, float]] = SimpleQueue()
+        """The number of a callback and when the loop has run it, or _STOP."""
+        self._number = 0
+        """That of the callback which the loop was sent last."""
         self._thread = threading.Thread(target=self._run, name="percore-watch-loop", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._heard.put(_STOP)
+        self._heard.put((0, _STOP))
         self._thread.join()
 
     def _run(self) -> None:
-        while self._hear(self._after / 2) is None:  # no callback is under way, so only _STOP can arrive
+        while self._hear(self._after / 2) != _STOP:  # no callback is under way that anybody waits for
             started, used = monotonic(), process_time()
+            self._number += 1
             try:
-                self._loop.call_soon_threadsafe(self._ran)
+                for _ in range(_EACH):
+                    self._loop.call_soon_threadsafe(self._ran, self._number)
             except RuntimeError:  # the loop is closed
                 return
             if self._wait(started, used) == _STOP:
@@ -60,7 +66,8 @@ class _LoopWatcher:
         if ran is None:
             seconds = f"{monotonic() - started:.1f}"
             report(logging.WARNING, "the event loop has been blocked for %s s:\n%s", seconds, self._stack())
-            ran = self._heard.get()
+            while ran is None:
+                ran = self._hear(None)
             if ran != _STOP:
                 report(logging.WARNING, "the event loop goes on, after %s s", f"{ran - started:.1f}")
         elif ran != _STOP and held_the_gil(ran - started, process_time() - used, self._after):
@@ -72,15 +79,16 @@ class _LoopWatcher:
             )
         return ran
 
-    def _ran(self) -> None:
-        self._heard.put(monotonic())
+    def _ran(self, number: int) -> None:
+        self._heard.put((number, monotonic()))
 
-    def _hear(self, seconds: float) -> float | None:
-        """Return the next message, or None if none comes within these seconds."""
+    def _hear(self, seconds: float | None) -> float | None:
+        """Return when the loop has run the last callback, or _STOP. None: neither comes next within these seconds (None: ever)."""
         try:
-            return self._heard.get(timeout=seconds)
+            number, ran = self._heard.get(timeout=seconds)
         except Empty:
             return None
+        return ran if ran == _STOP or number == self._number else None
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._of_loop)

@@ -6,6 +6,7 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 """
 
 import os
+from collections import deque
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -15,6 +16,7 @@ from percore._calls.shared_objects import Shares
 from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
 from percore._common.log import Faults
+from percore._common.sure_handles import surely_later
 from percore._common.worker_errors import WorkerDied
 from percore._protocol.messages import CANCEL, Kind
 from percore._scheduler.batching import Run
@@ -101,6 +103,8 @@ class CallRegistry:
         """Whether they are withdrawn now."""
         self.is_refusing = False
         """Whether the next iteration of the loop ends further calls that wait, since no more may begin."""
+        self._unsent_cancels: deque[tuple[PoolWorker, PendingCall, int, int | None, bool]] = deque()
+        """Calls that were cancelled while their worker was sending, each with its id, what was wanted, and whether it was done."""
         self.watch: Watch
         """Armed whenever calls are sent. The pool sets it."""
         self._progress = progress
@@ -126,6 +130,8 @@ class CallRegistry:
             steps.append(self.moved)
         if self.is_refusing:
             steps.append(self._refuse_more)
+        if self._unsent_cancels:
+            steps.append(self._cancel_sent)
         Faults("lost callbacks were made up for").run(*steps)
 
     def pending(self) -> list[PendingCall]:
@@ -217,12 +223,14 @@ class CallRegistry:
             # The attempt was decided on earlier, and the call's thread has only ended now; or user code has cancelled the call.
             self.refuse(call)
         elif delay:
-            plan.timer = self.loop.call_later(delay, self._attempt, call)
+            plan.timer = surely_later(self.loop, delay, self._attempt, call)
             self.retries.delayed.add(call)
         else:
             self._accept_again(call)
 
     def _attempt(self, call: PendingCall) -> None:
+        if call not in self.retries.delayed:  # a Ctrl-C has ended this attempt in its middle
+            return
         if call.is_dropped():
             call.drop()
             self.cancelled(call)
@@ -392,19 +400,29 @@ class CallRegistry:
             self._progress.advance()
         elif not self.phase.is_cut:  # otherwise closing has cancelled it already; a second cancellation would hit its clean-up
             if member.is_sending:
-                self.loop.call_soon(self._cancel_sent, member, call, call.call_id, call.wanted, call.done())
+                self._cancel_later(member, call)
             else:
                 member.tell(CANCEL, call.call_id, call.wanted)
 
-    def _cancel_sent(self, member: PoolWorker, call: PendingCall, call_id: int, wanted: int | None, was_done: bool) -> None:
-        """Let the worker cancel a call that is sent by now, unless a later CANCEL, or that of a closing, has replaced this one."""
-        if member.calls.get(call_id) is not call or call.wanted != wanted or (self.phase.is_cut and not was_done):
-            return
-        if call_id in member.parked:
-            self.release(member.take(call_id))
-            self._progress.advance()
-        else:
-            member.tell(CANCEL, call_id, wanted)
+    def _cancel_later(self, member: PoolWorker, call: PendingCall) -> None:
+        if not self._unsent_cancels:
+            self.loop.call_soon(self._cancel_sent)
+        self._unsent_cancels.append((member, call, call.call_id, call.wanted, call.done()))
+
+    def _cancel_sent(self) -> None:
+        """Let workers cancel calls that are sent by now, unless a later CANCEL, or that of a closing, has replaced this one."""
+        faults = Faults("calls that had just been sent were cancelled")
+        while self._unsent_cancels:
+            member, call, call_id, wanted, was_done = self._unsent_cancels.popleft()
+            if member.calls.get(call_id) is not call or call.wanted != wanted or (self.phase.is_cut and not was_done):
+                continue
+            with faults:
+                if call_id in member.parked:
+                    self.release(member.take(call_id))
+                    self._progress.advance()
+                else:
+                    member.tell(CANCEL, call_id, wanted)
+        faults.finish()
 
     def has_room(self) -> None:
         """Send waiting calls: a stream has given its place back, since it waits for its consumer."""

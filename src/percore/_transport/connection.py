@@ -30,6 +30,7 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from percore._common.errors import shown
+from percore._common.sure_handles import surely_soon
 from percore._transport.wire import Decoder, Frame, Kind, head
 
 FULL: Final = 4 << 20
@@ -178,7 +179,7 @@ class Connection:
             self._done.popleft()()
         if self._was_full and not self.is_full:
             self._was_full = False
-            self._loop.call_soon(self._has_room)  # not now: what it sends may fill the connection again, and so on
+            surely_soon(self._loop, self._has_room)  # not now: what it sends may fill the connection again, and so on
 
     def _has_room(self) -> None:
         if self.is_full:
@@ -236,7 +237,7 @@ class Connection:
                     break
             else:
                 if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
-                    self._loop.call_soon(self._readable_again)
+                    surely_soon(self._loop, self._readable_again)
             if self.is_open:
                 self.on_batch()
         except Exception as error:
@@ -277,7 +278,7 @@ class Connection:
         except Exception:
             raise
         except BaseException:
-            self._loop.call_soon(self._readable)
+            surely_soon(self._loop, self._readable)
             raise
 
     # The end

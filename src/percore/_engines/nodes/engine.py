@@ -25,6 +25,7 @@ from percore._calls.worker_start import pickled_option, start_of
 from percore._common.errors import shown
 from percore._common.log import Faults, report
 from percore._common.options import RunnerOptions
+from percore._common.sure_handles import SureHandle, surely_later
 from percore._engines.nodes.link import BEATS, NodeLink, Refused
 from percore._engines.nodes.places import NoPlace, Place, Places
 from percore._engines.nodes.store import NodesStore
@@ -103,7 +104,7 @@ class NodesEngine:
         self._slots: dict[int, NodeLink] = {}
         self._pulse = Pulse(lost_after / BEATS)
         self._search: asyncio.Task[None] | None = None
-        self._again: asyncio.TimerHandle | None = None
+        self._again: SureHandle | None = None
         """The timer of the next search, while there is no node."""
         self.no_place = ""
         """Why the last search has found no node for each host that it wanted."""
@@ -163,11 +164,11 @@ class NodesEngine:
             self._search.add_done_callback(self._has_ended)
 
     def _has_ended(self, search: "asyncio.Task[None]") -> None:
-        """Search again if the program has cancelled all tasks, this one with them."""
+        """Search again if the program has cancelled all tasks, this one with them, or a Ctrl-C has ended it."""
         if self._search is search:
             self._search = None
-            if search.cancelled() and not self._is_closed:
-                self._again = self._loop.call_later(_PAUSE, self._find_again)
+            if (search.cancelled() or search.exception() is not None) and not self._is_closed:
+                self._again = surely_later(self._loop, _PAUSE, self._find_again)
 
     async def _find(self) -> None:
         """Put hosts on the nodes that have none, and connect to them. Search again while there is no node, except at first."""
@@ -177,7 +178,7 @@ class NodesEngine:
         if not is_first and not self.links:
             if why != before:
                 report(logging.WARNING, "no node can be used: %s", why)
-            self._again = self._loop.call_later(_PAUSE, self._find_again)
+            self._again = surely_later(self._loop, _PAUSE, self._find_again)
             return
         for one in failed if not is_first else ():
             report(logging.WARNING, "%s", one)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
 
+from percore._common.sure_handles import surely_soon
 from percore._engines.nodes.channel import NodeChannel
 from percore._engines.nodes.node import Sender
 from percore._engines.nodes.places import Place
@@ -321,7 +322,7 @@ class NodeLink:
         """Report the ends of all workers: the node is lost."""
         workers, self.workers = self.workers, {}
         for worker in workers.values():
-            self._loop.call_soon(worker.exited, Exit(None, f"its node {self.node} was lost: {why}", place_lost=True))
+            surely_soon(self._loop, worker.exited, Exit(None, f"its node {self.node} was lost: {why}", place_lost=True))
 
     async def aclose(self, seconds: float) -> bool:
         """Ask the host to end. All workers have ended. Return whether it has done so in this time."""

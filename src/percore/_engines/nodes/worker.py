@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from percore._common.sure_handles import surely_soon
 from percore._engines.nodes.channel import NodeChannel
 from percore._protocol.interfaces import UNBEGUN, Condition, Exit, Fate
 from percore._protocol.messages import Body, pid_told
@@ -58,7 +59,7 @@ class NodeWorker:
 
     def examine(self, told: Callable[[Condition], None]) -> None:
         if self.link.is_full:  # the question would wait, too
-            self._loop.call_soon(told, Condition("the connection to its node is slow"))
+            surely_soon(self._loop, told, Condition("the connection to its node is slow"))
             return
         self.examined.append(told)
         self.link.send(Kind.EXAMINE, self.number)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from percore._common.sure_handles import SureHandle, surely_later
 from percore._engines.processes.descriptors import anonymous_file, let_go
 from percore._engines.processes.launch import Process
 from percore._protocol.interfaces import Condition
@@ -68,7 +69,7 @@ class Examiner:
         self.fd = self._file.number
         """For each worker: where its stacks go."""
         self._waiting: deque[_Examination] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: SureHandle | None = None
 
     def examine(self, pid: int, process: Process, told: Callable[[Condition], None]) -> None:
         """Examine a process, when those before it have been examined, and call `told`."""
@@ -84,20 +85,29 @@ class Examiner:
         """Examine nothing more. Idempotent."""
         self._waiting.clear()
         if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+            self._stop_timer()
             stacks_file.release(self.fd)
         let_go(self._file)
 
+    def _go_on(self, seconds: float, step: Callable[..., None], *args: object) -> None:
+        before, self._timer = self._timer, surely_later(self._loop, seconds, step, *args)
+        if before is not None:
+            before.cancel()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _begin(self, tries: int = 0) -> None:
         """Examine the first that waits, once no other program uses the file. Others get it between two examinations."""
-        self._timer = None
+        self._stop_timer()
         stacks_file.release(self.fd)
         if not self._waiting:
             return
         stacks_file.claim(self.fd)
         if not stacks_file.take(self.fd) and tries < _MOST_TRIES:
-            self._timer = self._loop.call_later(_TRY_AGAIN, self._begin, tries + 1)
+            self._go_on(_TRY_AGAIN, self._begin, tries + 1)
             return
         one = self._waiting[0]
         os.ftruncate(self.fd, 0)
@@ -108,7 +118,7 @@ class Examiner:
         further: list[tuple[signal.Signals | None, float]] = [(None, _LATEST)]
         if stacks_file.HAS_LOCKS:
             further = [(STACKS_SIGNAL, _LATEST), (None, _PATIENCE)]
-        self._timer = self._loop.call_later(_WINDOW, self._look, one, before, started, further)
+        self._go_on(_WINDOW, self._look, one, before, started, further)
 
     def _look(
         self, one: _Examination, before: CpuTimes, started: float, further: "list[tuple[signal.Signals | None, float]]"
@@ -124,7 +134,7 @@ class Examiner:
             signum, wait = further.pop()
             if signum is not None:
                 one.process.kill(signum)
-            self._timer = self._loop.call_later(wait, self._look, one, before, started, further)
+            self._go_on(wait, self._look, one, before, started, further)
             return
         self._waiting.popleft()
         try:

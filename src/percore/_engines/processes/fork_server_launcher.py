@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
+    from percore._common.sure_handles import SureHandle
     from percore._engines.processes.fork_servers import ForkServerProcess
 
 _NOTHING_YET, _SILENCE = -1, -2  # results beside the kinds of report: none has come yet; none will come
@@ -170,7 +171,7 @@ class ForkedProcess(Watched):
         self._server: ForkServerProcess | None = None
         self._report: socket.socket | None = None
         self._wanted: int | None = None  # the signal of a `kill` before the pidfd was known
-        self._retry: asyncio.Handle | None = None
+        self._retry: SureHandle | None = None
         """Runs while the request is to be sent again: the fork server has not taken those before it yet."""
         self._is_late = False
         try:
@@ -196,11 +197,11 @@ class ForkedProcess(Watched):
                 if self._loop.is_closed():
                     self._release()
                 else:
-                    self._retry = self._loop.call_soon(self._finish, None)
+                    self._retry = self._later(0.0, self._finish, None)
                 return
             self._cut()  # if the loop is closed, the report of the fork is never read
             if self._timer is None and not self._loop.is_closed():
-                self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._give_up)
+                self._timer = self._later(_ANSWER_PATIENCE, self._give_up)
 
     def _give_up(self) -> None:
         # If it is not stopped, it is only slow, for example while it starts on a loaded machine: no warning then.
@@ -217,15 +218,19 @@ class ForkedProcess(Watched):
             self._loop.add_reader(self._report.fileno(), self._on_report)
         except NoRoom:  # many workers start at once, and the socket to the fork server is full
             self._close_report()
-            self._retry = self._loop.call_later(pause, self._ask_again, min(2 * pause, _LATER))
+            self._retry = self._later(pause, self._ask_again, min(2 * pause, _LATER))
             return
         finally:
             let_go(theirs)
         self._request.sent()
 
     def _ask_again(self, pause: float) -> None:
-        self._retry = None
+        retry = self._retry
+        if retry is None:  # a Ctrl-C has ended this launch
+            return
         try:
+            self._retry = None
+            retry.cancel()  # first: nothing is sent twice
             self._ask(pause)
         except BaseException as error:  # nobody else ends this launch
             self._refused(f"{error}{advice_on(getattr(error, 'errno', None))}")
@@ -310,7 +315,9 @@ class ForkedProcess(Watched):
         code = self._known_code(pidfd)
         if code is None and not self._is_late and self._report is not None and servers.will_answer(self._server):
             self._is_late = True
-            self._timer = self._loop.call_later(_ANSWER_PATIENCE, self._after_patience, pidfd)
+            before, self._timer = self._timer, self._later(_ANSWER_PATIENCE, self._after_patience, pidfd)
+            if before is not None:
+                before.cancel()
         else:
             self._finish(code)
 

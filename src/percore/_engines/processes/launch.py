@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable, Sequence
 
+    from percore._common.sure_handles import SureHandle
+
 ENTRY = "percore._worker_process.main:run"
 
 # Sets sys.path first: percore may be importable only because the supervisor's program changed sys.path. It imports without garbage
@@ -304,7 +306,7 @@ class Watched:
         self._loop = loop
         self._on_exit = on_exit
         self._pidfd: Fd | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: SureHandle | None = None
         self._gone = False
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
@@ -345,8 +347,13 @@ class Watched:
             self._finish(code)
         else:
             if self._timer is None:
-                self._timer = self._loop.call_later(self._patience(), self._after_patience, pidfd)
+                self._timer = self._later(self._patience(), self._after_patience, pidfd)
             self._loop.remove_reader(pidfd.number)  # last: if a Ctrl-C ends this before, the loop calls it again
+
+    def _later(self, seconds: float, callback: Callable[..., None], *args: object) -> SureHandle:
+        from percore._common.sure_handles import surely_later  # not needed before the fork server starts
+
+        return surely_later(self._loop, seconds, callback, *args)
 
     def _after_patience(self, pidfd: Fd) -> None:
         self._finish(self._known_code(pidfd))

@@ -107,6 +107,7 @@ class ThreadWatchedProcess:
         self._on_exit = on_exit
         self._lock = threading.RLock()  # a garbage collection under it may end a dropped runner, which kills its workers
         self._alive = True
+        self._is_told = False
         self._thread = threading.Thread(target=self._wait, args=(pid,), name=f"percore-wait-{pid}", daemon=True)
         try:
             self._thread.start()
@@ -132,7 +133,8 @@ class ThreadWatchedProcess:
     def _wait(self, pid: int) -> None:
         code = self._reap(pid)
         with contextlib.suppress(RuntimeError):  # the loop was closed before the worker ended: `on_exit` is not called
-            self._loop.call_soon_threadsafe(self._finish, code)
+            for _ in range(2):  # a Ctrl-C may come before the loop begins one, which it then drops
+                self._loop.call_soon_threadsafe(self._finish, code)
 
     def _reap(self, pid: int) -> int | None:
         try:
@@ -148,6 +150,8 @@ class ThreadWatchedProcess:
             self._alive = False
 
     def _finish(self, code: int | None) -> None:
+        if self._is_told:
+            return
         once_more = self._loop.call_soon(self._end, code)  # as in `Watched`
         try:
             self._end(code)
@@ -157,6 +161,7 @@ class ThreadWatchedProcess:
         once_more.cancel()
 
     def _end(self, code: int | None) -> None:
+        self._is_told = True
         self._thread.join()  # returns at once: the thread is ending; no thread is left when `on_exit` is called
         let_go(self._lifeline)
         self._on_exit(code)

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from percore._common.log import report
+from percore._common.sure_handles import SureHandle, surely_later, surely_soon
 from percore._common.system import new_loop
 from percore._engines.threads.channel import ThreadChannel
 from percore._protocol.interfaces import UNBEGUN, Condition, Exit, Fate
@@ -109,7 +110,7 @@ class ThreadWorker:
         self._goes_on = threading.Event()
         self._is_killed = self._is_over = False
         self._end = Exit(None, _ENDED)
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: SureHandle | None = None
         self._sockets = tuple(sock.dup() for sock in sockets)
         for sock in self._sockets:
             sock.setblocking(False)
@@ -195,7 +196,8 @@ class ThreadWorker:
 
     def _report_end(self) -> None:
         with suppress(RuntimeError):  # the supervisor's loop is closed
-            self._engine.loop.call_soon_threadsafe(self._ended, context=self._context)
+            for _ in range(2):  # a Ctrl-C may come before the loop begins one, which it then drops
+                self._engine.loop.call_soon_threadsafe(self._ended, context=self._context)
 
     def _broke(self, error: BaseException) -> None:
         """End the worker: its channel is broken."""
@@ -242,7 +244,7 @@ class ThreadWorker:
             self._is_killed = True
             self._goes_on.set()
             if not self._engine.loop.is_closed():  # else nobody waits for its end
-                self._timer = self._engine.loop.call_later(PATIENCE, self._give_up)
+                self._timer = surely_later(self._engine.loop, PATIENCE, self._give_up)
             self._call(self._die)
 
     def _drain(self) -> None:
@@ -257,6 +259,8 @@ class ThreadWorker:
 
     def _give_up(self) -> None:
         """The loop has not ended: leave it alone."""
+        if self._is_over:  # a Ctrl-C came when this was told
+            return
         self._side.stop()
         if self._core is not None:
             self._unbegun = self._core.server.take_all()
@@ -312,7 +316,7 @@ class ThreadWorker:
             if not self._is_over:
                 told(_condition_of(self._thread.ident, [one.ident for one in self._threads() if one.ident is not None]))
 
-        self._engine.loop.call_soon(examined)
+        surely_soon(self._engine.loop, examined)
 
     def _threads(self) -> list[threading.Thread]:
         return [self._thread, *([] if self._core is None else self._core.server.threads.living())]

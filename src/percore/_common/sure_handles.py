@@ -1,0 +1,60 @@
+"""Callbacks that a loop calls even if a Ctrl-C comes just before one begins.
+
+An exception such as a Ctrl-C may come when the loop has taken a callback and not yet begun it. Then nobody calls that callback. So
+the loop gets it twice here, and the second one is cancelled once the first has returned. This is for callbacks that are rare, or
+for whose loss nothing else makes up: the parts of a supervisor have `catch_up` (see `_supervisor.timing`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+
+class SureHandle:
+    """Two handles for one callback.
+
+    A Ctrl-C before or in the callback has the loop call it once more. So it must be one that may be called twice. An Exception is
+    left to the loop, and nothing is called again.
+    """
+
+    __slots__ = ("_callback", "_handles", "_when")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float | None, callback: Callable[[], object]) -> None:
+        """`seconds`: until it is called. None: in the next iteration of the loop."""
+        self._callback = callback
+        self._when = loop.time() + (seconds or 0.0)
+        run, when = self._run, self._when
+        handle = partial(loop.call_soon, run) if seconds is None else partial(loop.call_at, when, run)
+        self._handles: list[asyncio.Handle] = [handle(), handle()]
+
+    def when(self) -> float:
+        """Return the time of the loop at which the callback is due."""
+        return self._when
+
+    def cancel(self) -> None:
+        """Do not call it any more. Idempotent."""
+        while self._handles:  # also breaks the circle of references
+            self._handles.pop().cancel()
+
+    def _run(self) -> None:
+        try:
+            self._callback()
+        except Exception:
+            self.cancel()
+            raise
+        self.cancel()
+
+
+def surely_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> SureHandle:
+    """As `loop.call_soon`, for a callback that may be called twice."""
+    return SureHandle(loop, None, partial(callback, *args))
+
+
+def surely_later(loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[..., object], *args: Any) -> SureHandle:
+    """As `loop.call_later`, for a callback that may be called twice."""
+    return SureHandle(loop, seconds, partial(callback, *args))
