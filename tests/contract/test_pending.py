@@ -2,16 +2,20 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import CodeType
+from typing import Any, NoReturn
 
 import pytest
 
 import percore
 from tests import jobs
+from tests.contract import stream_jobs as streams
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
+from tests.fakes import FakeRunner
 from tests.internals import supervisor_of
+from tests.strikes import Strike
 from tests.waiting import until
 
 
@@ -230,6 +234,73 @@ async def test_closing_refuses_those_that_wait(make: MakeRunner, log: Log, gate:
     gate.open()
     await closing
     assert [call.exception() is None for call in calls] == [grace is None] * 2
+
+
+async def all_of(stream: "percore.Stream[Any]") -> list[Any]:
+    return [item async for item in stream]
+
+
+async def numbers() -> AsyncIterator[int]:
+    for number in range(2):
+        yield number
+
+
+WAYS: dict[str, Callable[[percore.Runner], Awaitable[object]]] = {
+    "submit": lambda runner: runner.submit(jobs.aecho, 1),
+    "run": lambda runner: runner.run(jobs.aecho, 1),
+    "run with a queue_timeout": lambda runner: runner.options(queue_timeout=10).run(jobs.aecho, 1),
+    "stream": lambda runner: all_of(runner.stream(streams.anumbers, 2)),
+    "map": lambda runner: runner.map(jobs.aecho, [1, 2]).collect(),
+    "map over an async input": lambda runner: runner.map(jobs.aecho, numbers()).collect(),
+}
+
+
+class Interrupted(BaseException):
+    """As a KeyboardInterrupt, but the loop goes on."""
+
+
+def interrupt() -> NoReturn:
+    raise Interrupted
+
+
+async def ends_well(way: Callable[[percore.Runner], Awaitable[object]], runner: percore.Runner) -> bool:
+    try:
+        await way(runner)
+    except (Interrupted, RuntimeError):  # the latter of a map whose feeder was interrupted
+        return False
+    return True
+
+
+def enters(code: CodeType) -> bool:
+    """Whether it is a step from the request of a place to the submission of the call."""
+    steps = ("/_runner/verbs.py", "/_supervisor/admission.py", "/_supervisor/streams.py", "/_map/feeder.py", "/asyncio/timeouts.py")
+    return code.co_filename.endswith(steps) and code.co_name not in ("leave", "left", "done", "close", "_ended")
+
+
+@pytest.mark.asyncio_only
+@pytest.mark.loop_reports  # of a feeder that was interrupted
+@pytest.mark.parametrize("way", WAYS)
+async def test_p6_a_ctrl_c_while_a_call_enters_keeps_no_place(way: str) -> None:
+    """At the entry of each function, of a call that is let in at once and of one that waits."""
+    async with FakeRunner(1, max_pending=1) as runner:
+        admission: Any = supervisor_of(runner).admission
+        assert await ends_well(WAYS[way], runner)  # with all imports
+        for waits in (False, True)[: 1 + (way != "submit")]:
+            places = []
+            for at in itertools.count():
+                strike = Strike(at, enters, interrupt)
+                if waits:
+                    admission.enter_now()
+                    asyncio.get_running_loop().call_soon(admission.leave)
+                with strike.on():
+                    is_ok = await ends_well(WAYS[way], runner)
+                assert is_ok or strike.name
+                async with asyncio.timeout(5):
+                    await until(lambda: not admission._inside)
+                if not strike.name:
+                    break
+                places.append(strike.name)
+            assert len(places) > 2, places
 
 
 async def test_broadcast_is_beside(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -1,5 +1,6 @@
 """The inputs of a map on their way: what a worker says of a batch, told to the map item by item, once each."""
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from percore._scheduler.batching import Run
 from percore._scheduler.queues import Queue
 from percore._transport.codec import pack_items, unpack_items
 from tests.counts import times
+from tests.strikes import Strike
 
 START = 100
 
@@ -86,6 +88,7 @@ class BatchMachine(RuleBasedStateMachine):
     def start(self, count: int, is_bare: bool) -> None:
         self.running = Running()
         self.batch = batch_of(count, self.running, is_bare=is_bare)
+        self.batch.call_id = 9
         self.is_bare = is_bare
         # Of each item: "waiting", then "late" where the loop awaits it, "ended", or "back".
         self.state = ["waiting"] * count
@@ -134,7 +137,7 @@ class BatchMachine(RuleBasedStateMachine):
                 item.set_exception(outcome)
             else:
                 item.set_result(outcome)
-        self.batch.settle(index)
+        item.leave(Holder())
 
     @rule(count=st.integers(0, 6))
     def give_back(self, count: int) -> None:
@@ -346,6 +349,37 @@ def test_the_last_item_to_leave_frees_the_place_of_the_batch() -> None:
         assert (holder.shrunk, holder.taken) == (3 - batch.outstanding, taken)
         with pytest.raises(BrokenFrame, match="an outcome of item"):
             batch.target(index)
+
+
+@pytest.mark.parametrize("is_error", [False, True], ids=["result", "error"])
+def test_p6_an_item_of_a_batch_that_an_interrupt_keeps_in_it_has_one_outcome(
+    is_error: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The death of its worker tells the map of each item that has begun and not ended."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    places = []
+    for at in count():
+        running, broken = Running(), []  # type: tuple[Running, list[BaseException]]
+        monkeypatch.setattr(running, "broke", broken.append)
+        batch, strike = batch_of(3, running), Strike(at, lambda code: "/percore/" in code.co_filename, interrupt)
+        item, holder = batch.target(1), Holder()
+        try:
+            with strike.on():
+                item.set_exception(ValueError()) if is_error else item.set_result(1)
+                item.leave(holder)
+        except KeyboardInterrupt:
+            ended = [number for number, _ in running.told]
+            ended += [START + index for index in batch.began(3)]  # what the death tells of
+            assert len(ended) == len(set(ended)), strike.name
+            assert broken or START + 1 in ended, strike.name
+        if not strike.name:
+            break
+        places.append(strike.name)
+    assert len(places) > 4, places
+    assert not broken
 
 
 def test_a_result_that_comes_late_for_a_cut_off_item_is_dropped() -> None:

@@ -323,7 +323,7 @@ class Batch(CallBase):
 class BatchItem(CallBase):
     """An item of a batch whose outcome the worker reports separately: an error, or a result that is not a scalar."""
 
-    __slots__ = ("_batch", "_index", "function", "plan")
+    __slots__ = ("_batch", "_index", "_is_settled", "function", "plan")
 
     body: None = None
     accepted: int = 0  # the wait of a batch is measured as a whole
@@ -332,6 +332,7 @@ class BatchItem(CallBase):
         self._batch = batch
         self.function = batch.function
         self._index = index
+        self._is_settled = False
         self.plan = batch.map.plan()
 
     @property
@@ -344,7 +345,7 @@ class BatchItem(CallBase):
 
     def leave(self, member: Any) -> None:
         batch = self._batch
-        batch.settle(self._index)
+        self._settle()
         member.shrink(1)
         if not batch.outstanding:
             member.take(batch.call_id)
@@ -356,11 +357,26 @@ class BatchItem(CallBase):
     def deliver(self, value: Any, size: int) -> None:
         """End with this result, whose pickle had `size` bytes."""
         batch = self._batch
-        batch.map.ended(batch.run.start + self._index, [value], self._arguments(), size)
+        self._tell(lambda: batch.map.ended(batch.run.start + self._index, [value], self._arguments(), size))
 
     def set_exception(self, error: BaseException) -> None:
         """End with this error."""
-        self._batch.map.failed(self._batch.run.start + self._index, error, self._arguments())
+        batch = self._batch
+        self._tell(lambda: batch.map.failed(batch.run.start + self._index, error, self._arguments()))
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        """Tell the map of the outcome. The item has ended by then, so that the death of the worker tells no other one."""
+        try:
+            self._settle()
+            tell()
+        except BaseException as error:  # a Ctrl-C, as in `Batch.values`
+            self._batch.map.broke(error)
+            raise
+
+    def _settle(self) -> None:
+        if not self._is_settled:
+            self._is_settled = True
+            self._batch.settle(self._index)
 
     def renewed(self) -> Item:
         """Return a new `Item` for the same input, to send it again outside the batch."""

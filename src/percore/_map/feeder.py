@@ -1,7 +1,7 @@
 """The feeder of a map: a task that pulls the inputs and submits their items while the window has room."""
 
 import asyncio
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._common.errors import shown
 from percore._common.inputs import Inputs, Pulled
@@ -9,6 +9,9 @@ from percore._map.in_flight import InFlight
 from percore._map.rows import Rows, Spec
 from percore._protocol.messages import Kind
 from percore._scheduler.map_life import MapEvent, MapPhase
+
+if TYPE_CHECKING:
+    from percore._supervisor.admission import Admission
 
 _PULL_SECONDS: Final = 0.003
 """How long pulling from an input may keep the event loop busy before other tasks run."""
@@ -132,11 +135,14 @@ class Feeder:
                     await asyncio.sleep(0)
                 begun = loop.time()
 
-    def _entered(self, count: int) -> None:
-        """Note that so many items have entered admission."""
-        self._items.admitted += count
+    async def _enter(self, admission: "Admission", most: int = 1) -> int:
+        """Enter admission with up to so many items. Return how many."""
+        items = self._items
+        count = await admission.enter(most)
+        items.admitted += count  # at once: a Ctrl-C at the entry of a function would keep their room
         if self._life.is_closed:  # a garbage collection has run user code that has closed the map
-            self._items.leave(self._items.admitted)
+            items.leave(items.admitted)
+        return count
 
     async def _pull(self, most: int) -> Pulled:
         inputs, admission = self._inputs, self._admission
@@ -145,11 +151,10 @@ class Feeder:
             self._pulled_at = self._loop.time()
             pulled = await inputs.pull()
             if admission is not None and pulled.rows and self._life.pulls:
-                self._entered(await admission.enter())
+                await self._enter(admission)
             return pulled
         if admission is not None:
-            most = await admission.enter(most)
-            self._entered(most)
+            most = await self._enter(admission, most)
         self._pulled_at = self._loop.time()
         pulled = inputs.pull_now(most)
         if admission is not None and len(pulled.rows) < most and not self._life.is_closed:

@@ -51,8 +51,7 @@ class Verbs(MapVerbs):
         supervisor = self._supervisor
         function = supervisor.known.get(id(fn)) or supervisor.functions.of(fn)
         if supervisor.admission is not None:
-            supervisor.admission.enter_now()
-            return self._admitted(function, args, kwargs, self._policy or supervisor.policy)
+            return self._submit_now(supervisor.admission, function, args, kwargs)
         return supervisor.submission.submit(function, args, kwargs, self._policy or supervisor.policy)
 
     @overload
@@ -79,8 +78,7 @@ class Verbs(MapVerbs):
         supervisor = self._supervisor
         function = supervisor.known.get(id(fn)) or supervisor.functions.of(fn)
         if supervisor.admission is not None:
-            policy = await self._enter(supervisor.admission)
-            return await self._admitted(function, args, kwargs, policy)
+            return await (await self._submit_in_turn(supervisor.admission, function, args, kwargs))
         call = supervisor.submission.run(function, args, kwargs, self._policy or supervisor.policy)
         try:
             return await call.future
@@ -91,31 +89,28 @@ class Verbs(MapVerbs):
         finally:
             del call  # it holds the error, whose traceback holds this frame: a cycle that would keep the callers' locals alive
 
-    async def _enter(self, admission: Admission) -> Policy | None:
-        """Wait until the admission lets a call in. Return the call's policy, less the time that it has waited."""
-        policy = self._policy or self._supervisor.policy
-        if policy is None or policy.queue_timeout is None:
-            await admission.enter()
-        else:
-            began = monotonic()
-            try:
-                async with asyncio.timeout(policy.queue_timeout):
-                    await admission.enter()
-            except TimeoutError:
-                policy.after(policy.queue_timeout)  # raises
-                raise
+    # A call that the admission has counted leaves it when it is done. Between the two steps each function is called in a `try`:
+    # a Ctrl-C may come at its entry.
+
+    def _submit_now(self, admission: Admission, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Submit a call if the admission has room for it."""
+        supervisor = self._supervisor
+        admission.enter_now()
         try:
-            self._check_open()
-            return policy if policy is None or policy.queue_timeout is None else policy.after(monotonic() - began)
+            call = supervisor.submission.submit(function, args, kwargs, self._policy or supervisor.policy)
         except BaseException:
             admission.leave()
             raise
+        call.add_done_callback(admission.left)
+        return call
 
-    def _admitted(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None) -> Call:
-        """Submit a call that the admission has counted. It leaves the admission when it is done."""
-        admission = self._supervisor.admission
-        assert admission is not None
+    async def _submit_in_turn(
+        self, admission: Admission, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call:
+        """Submit a call once the admission has room for it."""
+        policy = await _enter(admission, self._policy or self._supervisor.policy)
         try:
+            self._check_open()
             call = self._supervisor.submission.submit(function, args, kwargs, policy)
         except BaseException:
             admission.leave()
@@ -200,3 +195,22 @@ class Options(Verbs):
             "a view of a runner cannot be pickled: it belongs to the process and the loop that started the runner. Instead of "
             "giving it to a call, make the calls here, and give the results of one to the next"
         )
+
+
+async def _enter(admission: Admission, policy: Policy | None) -> Policy | None:
+    """Wait until the admission lets a call in. Return the call's policy, less the time that it has waited."""
+    if policy is None or policy.queue_timeout is None:
+        await admission.enter()
+        return policy
+    began, is_inside = monotonic(), False
+    try:
+        async with asyncio.timeout(policy.queue_timeout):
+            await admission.enter()
+            is_inside = True
+        return policy.after(monotonic() - began)
+    except BaseException as error:
+        if is_inside:
+            admission.leave()
+        elif isinstance(error, TimeoutError):
+            policy.after(policy.queue_timeout)  # raises
+        raise

@@ -64,31 +64,28 @@ class Streams:
             KeyboardInterrupt: pickling raised it; the call was not accepted.
         """
         check()
-        if self._admission is not None:
-            await self._admission.enter()
-            try:
-                check()
-            except BaseException:
-                self._admission.leave()
-                raise
-            if call.done():  # another task has closed the stream meanwhile
-                self._admission.leave()
-                return
-        try:
-            self._register(call)
-            self._submission.stream(call, function, args, kwargs)
-        except BaseException:
-            call.close()  # a Ctrl-C may have come after it was sent
-            raise
-
-    def _register(self, call: StreamCall) -> None:
+        admission, is_registered = self._admission, False
         end, enders = partial(call.cut, self._closing.refusal), self._closing.enders
 
         def done() -> None:
-            if enders.pop(end, self) is None and self._admission is not None:  # once
-                self._admission.leave()
+            if enders.pop(end, self) is None and admission is not None:  # once
+                admission.leave()
 
-        enders[end] = None
-        call.on_done = done
-        if call.done():  # since `begin` has asked, a garbage collection has run user code that has closed it
-            done()
+        if admission is not None:
+            await admission.enter()
+        try:  # at once, and without a call before `is_registered`: after a Ctrl-C one of the two leaves, this step or `done`
+            if admission is not None:
+                check()
+            if not call.done():  # else another task has closed the stream meanwhile
+                enders[end] = None
+                call.on_done = done
+                is_registered = True
+                if call.done():  # since it was asked, a garbage collection has run user code that has closed it
+                    done()
+                self._submission.stream(call, function, args, kwargs)
+        except BaseException:
+            call.close()  # a Ctrl-C may have come after it was sent
+            raise
+        finally:
+            if admission is not None and not is_registered:
+                admission.leave()
