@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,66 @@ async def test_one_that_dies_of_every_request_fails_a_first_start(monkeypatch: p
         with pytest.raises(percore.StartupFailed, match="its fork server died"):
             async with percore.Runner(1):
                 pytest.fail("it started")
+
+
+def test_r6_a_fork_server_stays_when_no_descriptor_is_left_to_see_whether_it_fits(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    def no_file(path: Any, *arguments: Any) -> Any:
+        if path == "/proc/self/cgroup":
+            raise OSError(code, os.strerror(code))
+        return open(path, *arguments)
+
+    class Serving:
+        living, is_lost, is_ended, reason = 0, False, False, ""
+        pidfd = Fd(-1)
+
+        def __init__(self, _preload: str) -> None:
+            self.fingerprint = fork_servers_module.fingerprint()
+            started.append(self)
+
+        def send(self, _fds: object) -> None: ...
+
+        def end(self) -> None:
+            self.is_ended = True
+
+        def reap(self) -> bool:
+            return self.is_ended
+
+    monkeypatch.setattr(fork_servers_module, "ForkServerProcess", Serving)
+    for code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        with subtests.test(os.strerror(code)), monkeypatch.context() as patch:
+            servers, started = fork_servers_module.ForkServers(), list[Any]()
+            servers.send("preload", ())
+            patch.setattr(fork_servers_module, "open", no_file, raising=False)
+            servers.send("preload", ())
+            assert len(started) == 1
+            assert not started[0].is_ended
+            servers.renew()
+            with pytest.raises(OSError, match=os.strerror(code)):
+                servers.send("preload", ())
+            patch.undo()
+            servers.send("preload", ())
+            assert len(started) == 2
+
+
+def test_r8_an_executor_whose_thread_cannot_start_leaves_no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit that forbids the thread may end the fork server, too, and nobody would reap it."""
+    servers, pids = fork_servers_module.ForkServers(), list[int]()
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("percore-executor"):
+            pids.extend(servers.pids())
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(fork_servers_module, "servers", servers)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    executor = percore.LoopPoolExecutor(1)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        executor.submit(abs, -7)
+    (pid,) = pids
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    assert servers.pids() == []

@@ -242,6 +242,8 @@ class Portal:
                 if self.thread is None:
                     _portals.discard(self)
                     self._empty_inbox(error)  # what a `__del__` has submitted meanwhile
+                    if not _portals:
+                        cool_down()  # the limit that forbids the thread may have ended the fork server, and nothing would reap it
                 raise
 
     def _start_thread(self) -> None:

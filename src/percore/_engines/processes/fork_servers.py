@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from percore._common.hardening import Closed
 from percore._common.log import report
@@ -292,7 +292,7 @@ class ForkServers:
             self._reap()
 
     def _suitable(self, preload: str) -> ForkServerProcess:
-        if self._current is not None and self._current.fingerprint != fingerprint():
+        if self._current is not None and not _fits(self._current):
             self._retire(self._current)
         if self._current is None:
             started = ForkServerProcess(preload)
@@ -332,12 +332,29 @@ _READ_ONCE = (b"LD_", b"MALLOC_", b"PERCORE_POINTS", b"PERCORE_WITHOUT", b"PYTHO
 """Prefixes of variables that are read only when a process or an interpreter starts. A fork cannot take over their new values."""
 
 
+_SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def _fits(server: ForkServerProcess) -> bool:
+    """Whether it has the properties that its workers must have. It counts as fitting while they cannot be read."""
+    try:
+        return server.fingerprint == fingerprint()
+    except OSError:  # the launch needs descriptors, too, and tells of their lack
+        return True
+
+
 def fingerprint() -> tuple[object, ...]:
-    """Return the properties that a worker can only inherit. A fork server that differs in them must not fork workers for us."""
+    """Return the properties that a worker can only inherit. A fork server that differs in them must not fork workers for us.
+
+    Raises:
+        OSError: no descriptor or no memory is left to read them.
+    """
     try:
         with open("/proc/self/cgroup", "rb") as file:
             cgroup = file.read()
-    except OSError:
+    except OSError as error:
+        if error.errno in _SHORT:
+            raise
         cgroup = b""  # no /proc: the cgroup is unknown
     limits = tuple(map(resource.getrlimit, _LIMITS))
     variables = frozenset(item for item in environment().items() if item[0].startswith(_READ_ONCE))
