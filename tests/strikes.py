@@ -1,4 +1,4 @@
-"""Injected faults: an exception, or other code, at the entry of one of the functions that are called meanwhile."""
+"""Injected faults: an exception, or other code, at the entry of one of the functions called meanwhile, or after a built-in one."""
 
 import contextlib
 import sys
@@ -14,18 +14,24 @@ class Fault(OSError):
 class Strike:
     """Strikes at the entry of one function, while it is on."""
 
-    def __init__(self, at: int, counts: Callable[[CodeType], bool], does: Callable[[], object] | None = None) -> None:
-        """`at`: which of the called functions that count, from 0. `does`: called there, as by a garbage collection; None: raise."""
+    def __init__(
+        self, at: int, counts: Callable[[CodeType], bool], does: Callable[[], object] | None = None, *, after_builtins: bool = False
+    ) -> None:
+        """`at`: which of the called functions that count, from 0. `does`: called there, as by a garbage collection; None: raise.
+
+        `after_builtins`: as a Ctrl-C does, when a built-in function that one of these functions has called returns.
+        """
         self._left = at
         self._counts = counts
         self._does = does
+        self._event = "c_return" if after_builtins else "call"
         self.is_armed = True
         """Whether `on` has an effect."""
         self.name = ""
         """The function that was hit; empty as long as none was."""
 
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if event != "call" or not self._counts(frame.f_code):
+        if event != self._event or not self._counts(frame.f_code):
             return
         if self._left == 0 and not self.name:
             self.name = frame.f_code.co_qualname
@@ -37,9 +43,11 @@ class Strike:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._called if self.is_armed and not self.name else before)
+        hooks: tuple[Callable[[], Any], Callable[[Any], object]]
+        hooks = (sys.gettrace, sys.settrace) if self._event == "call" else (sys.getprofile, sys.setprofile)
+        before, put = hooks[0](), hooks[1]
+        put(self._called if self.is_armed and not self.name else before)
         try:
             yield
         finally:
-            sys.settrace(before)
+            put(before)

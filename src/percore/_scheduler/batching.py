@@ -163,7 +163,7 @@ class Batches(Generic[B]):
                 if end < waiting.end:
                     waiting.first = end
                 else:
-                    self._runs.popleft()
+                    del self._runs[0]  # no `popleft`: see `lanes`
                 return part
         return None
 
@@ -176,4 +176,4 @@ class Batches(Generic[B]):
             last.end = keep
             if last.first < keep:
                 return
-            self._runs.pop()
+            del self._runs[-1]

@@ -307,11 +307,12 @@ class Dispatch(Generic[C, S]):
             elif (seat := self._only(kind)) is not None:  # usually after an outcome
                 calls, load, places = queue.calls, seat.load, self._places[kind]
                 while calls and load[kind] < places:
-                    call = calls.popleft()
-                    if queue.ended and call.done():
-                        queue.ended -= 1
-                    else:
+                    if not queue.ended:
+                        call = calls[0]
+                        del calls[0]  # no `popleft`: see `lanes`
                         yield call, seat
+                    elif (found := self._from_calls(queue, seat)) is not None:
+                        yield found
         while (following := self.next(kind)) is not None:
             yield following
 
@@ -351,12 +352,12 @@ class Dispatch(Generic[C, S]):
         """Take a call from a listed queue, whose next turn then comes after those of the others."""
         if not queue.is_listed:  # a garbage collection has run user code that has taken its last call
             return None
-        # Mark it removed and remove it in one step, which ends with a call: after that a garbage collection may run user code that
-        # takes a turn, too, or closes the map of this queue.
-        queue.is_listed = False
-        self._turns[kind].remove(queue)
         found = None
         try:
+            # Mark it removed and remove it in one step, which ends with a call: after that a garbage collection may run user code
+            # that takes a turn, too, or closes the map of this queue.
+            queue.is_listed = False
+            self._turns[kind].remove(queue)
             try:
                 found = self._from(queue, seat)
             finally:
@@ -395,8 +396,12 @@ class Dispatch(Generic[C, S]):
         calls = queue.calls
         purge(queue)  # before a call is taken, which an error would lose
         while calls:
-            call = calls.popleft()
-            if not call.done():
+            call = calls[0]
+            is_over = call.done()
+            if not calls or calls[0] is not call:
+                continue  # a garbage collection has run user code that has taken it
+            del calls[0]  # no `popleft`: see `lanes`
+            if not is_over:
                 return call, seat
             queue.ended -= 1
         if queue.batches:
@@ -417,7 +422,9 @@ class Dispatch(Generic[C, S]):
                 call = self.keys.take(queue, seat)
                 if call is not None:
                     if seat in queue.by_seat:  # let the workers take turns, too
-                        queue.by_seat[seat] = queue.by_seat.pop(seat)
+                        lanes = queue.by_seat[seat]
+                        del queue.by_seat[seat]  # no `pop`: see `lanes`
+                        queue.by_seat[seat] = lanes
                     return call, seat
         return None
 

@@ -285,23 +285,26 @@ class Keys(Generic[C, S]):
         for seat in list(queue.by_seat):
             load, lanes = seat.load, queue.by_seat.get(seat)
             while load[kind] < places:
-                lane = lanes.popleft() if lanes else None
+                lane = lanes[0] if lanes else None
                 if lane is None or lane.key.calm != self.round or lane.ended or not lane.calls:
-                    if lane is not None:
-                        lanes.appendleft(lane)  # type: ignore[union-attr]
                     following = self.take(queue, seat)
                     if following is None:
                         break
                     yield following, seat
                     continue
                 calls = lane.calls
-                call = calls.popleft()
+                call = calls[0]
+                del lanes[0], calls[0]  # type: ignore[index]  # from here to `append` no function is called: see `lanes`
                 lane.key.running += 1
                 queue.count -= 1
-                if calls:
-                    lanes.append(lane)  # type: ignore[union-attr]
-                else:
+                if not calls:
                     lane.is_listed = False
+                else:
+                    try:
+                        lanes.append(lane)  # type: ignore[union-attr]
+                    except BaseException:
+                        self._untaken(call, lane, lanes)  # type: ignore[arg-type]
+                        raise
                 yield call, seat
 
     def _fill_by_taking(self, queue: Lanes[C, S], kind: int, places: int) -> Iterator[tuple[C, S]]:
@@ -315,42 +318,62 @@ class Keys(Generic[C, S]):
         """Take the queue's next call for this worker and count it as under way. Return None if there is none."""
         lanes = queue.by_seat.get(seat)
         while lanes:
-            lane = lanes.popleft()
+            lane = lanes[0]
+            del lanes[0]  # no `popleft`: see `lanes`
             lane.is_listed = False
-            key = lane.key
-            gate = key.gate
-            if key.running >= self._limit or (gate is not None and gate.is_shut):
-                continue
-            calls = lane.calls
-            while calls:
-                call = calls.popleft()
-                if call.done():
-                    lane.ended -= 1
-                    continue
-                if gate is None:
-                    key.running += 1
-                elif not self._taken(lane, gate, call):
-                    break
-                queue.count -= 1
-                if calls and key.running < self._limit:
+            call = None
+            try:
+                call = self._first(lane)
+                if call is not None and lane.calls and lane.key.running < self._limit:
                     lane.is_listed = True
                     lanes.append(lane)
+            except BaseException:
+                self._untaken(call, lane, lanes)
+                raise
+            if call is not None:
                 return call
-            self._note(key)
         queue.by_seat.pop(seat, None)
         return None
 
-    def _taken(self, lane: Lane[C, S], gate: Gate[C, S], call: C) -> bool:
-        """As `_passes`, for a call that was taken from its lane. It is put back unless it may begin."""
-        try:
-            may_begin = _passes(lane.key, gate, call)
-        except BaseException:
-            lane.calls.appendleft(call)
+    def _first(self, lane: Lane[C, S]) -> C | None:
+        """Take the first call of a lane that was not cancelled, and count it as under way. Return None if none may begin now."""
+        calls, key = lane.calls, lane.key
+        gate = key.gate
+        if key.running >= self._limit or (gate is not None and gate.is_shut):
+            return None
+        while calls:
+            call = calls[0]
+            is_over = call.done()
+            if not calls or calls[0] is not call:
+                continue  # a garbage collection has run user code that has taken it
+            del calls[0]
+            if is_over:
+                lane.ended -= 1
+                continue
+            if gate is None:
+                key.running += 1
+            else:
+                may_begin = False
+                try:
+                    may_begin = _passes(key, gate, call)
+                finally:
+                    if not may_begin:
+                        calls.appendleft(call)
+                if not may_begin:
+                    return None
+            lane.queue.count -= 1
+            return call
+        self._note(key)
+        return None
+
+    def _untaken(self, call: C | None, lane: Lane[C, S], lanes: deque[Lane[C, S]]) -> None:
+        """Put back what was taken of a list, a lane and maybe a call of it, because of an error."""
+        lane.is_listed = lane in lanes
+        if call is None:
             self._list(lane)
-            raise
-        if not may_begin:
-            lane.calls.appendleft(call)
-        return may_begin
+            return
+        self.returned(call, lane.queue)
+        self.ended(call, was_sent=False)
 
     def cancelled(self, name: Hashable, queue: Lanes[C, S]) -> None:
         """Note that a waiting call was cancelled. It is dropped on its turn, or earlier if `purge` finds many cancelled calls."""
@@ -442,6 +465,7 @@ class Keys(Generic[C, S]):
             lane.key.lanes.pop(queue, None)
             queue.lanes.pop(name, None)
         if not queue.lanes:
+            queue.count = 0  # an error may have kept `move` from telling how many it has moved
             self._queues.pop(queue, None)
 
     def seated(self, seats: Iterable[S], resting: Iterable[S] = ()) -> Iterable[Lanes[C, S]]:

@@ -1,4 +1,8 @@
-"""Lanes: the waiting calls of one key in one queue."""
+"""Lanes: the waiting calls of one key in one queue.
+
+A Ctrl-C may come when any function returns, also a built-in one. The call that `deque.popleft` has just returned would then be
+nowhere. So here, and in `dispatch` and `keys`, a call is removed by `del calls[0]`, a statement that calls no function.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Hashable
@@ -95,14 +99,19 @@ def purge(waiting: Waiting[C]) -> None:
     """
     if waiting.ended <= _FEW or waiting.ended * 2 <= len(waiting.calls):
         return
-    for _ in range(len(waiting.calls)):
-        if not waiting.calls:
+    calls = waiting.calls
+    for _ in range(len(calls)):
+        if not calls:
             break
-        call = waiting.calls.popleft()
-        if call.done():
+        call = calls[0]
+        is_over = call.done()
+        if not calls or calls[0] is not call:
+            continue
+        if is_over:
+            del calls[0]
             waiting.ended -= 1
         else:
-            waiting.calls.append(call)
+            calls.rotate(-1)
 
 
 def move(waiting: Waiting[C], into: list[C], room: int) -> int:
@@ -112,7 +121,8 @@ def move(waiting: Waiting[C], into: list[C], room: int) -> int:
     """
     calls, live = waiting.calls, 0
     while calls and room > 0:
-        call = calls.popleft()
+        call = calls[0]
+        del calls[0]
         into.append(call)
         room -= 1
         if waiting.ended and call.done():
