@@ -25,6 +25,8 @@ from percore._monitor.statistics import Statistics
 from percore._web import feed as feed_module
 from percore._web.dashboard import Request
 from tests import jobs
+from tests.fakes import FakeRunner
+from tests.internals import supervisor_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.warm_fork_server
@@ -168,9 +170,25 @@ async def test_all_viewers_share_one_reading() -> None:
         assert len({*snapshots, await feed.snapshot()}) == 1
 
 
+async def test_a_snapshot_of_a_program_that_makes_up_functions_without_end_stays_small() -> None:
+    """The calls of those beyond the limit are gathered under one name, and each worker has the figures of few."""
+    async with FakeRunner(2) as runner:
+        meters = supervisor_of(runner).meters
+        for number in range(2000):
+            tally = meters.named(f"made.f{number}").at(number % 2)
+            tally.ended += 1
+            tally.run.add(number)
+        view = json.loads(await percore.web.dashboard(runner)._pages._feed.snapshot())["view"]
+    ended = {one["figures"]["name"]: one["figures"]["ended"] for one in view["functions"]}
+    assert len(view["functions"]) == len(ended) == 1025
+    assert ended["(other functions)"] == 2000 - 1024
+    assert sum(ended.values()) == 2000
+    assert sum(len(one["workers"]) for one in view["functions"]) == 2 * feed_module._MOST_FUNCTIONS
+
+
 def test_a_loop_that_is_closed_in_the_midst_of_a_reading_keeps_no_later_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a server runs in loops of its own, one after the other, and cancels nothing at the end of one."""
-    runner: Any = SimpleNamespace(statistics=lambda: Statistics(0, 0, 0, 0, 0, 0, ()))
+    runner: Any = SimpleNamespace(_statistics=lambda _: Statistics(0, 0, 0, 0, 0, 0, ()))
     dashboard = percore.web.dashboard(lambda: runner)
     with monkeypatch.context() as hanging:
         hanging.setattr(feed_module, "in_thread", lambda *_: asyncio.get_running_loop().create_future())

@@ -65,6 +65,9 @@ class FunctionStatistics:
     The counts are exact, `begun == ended + running`, and outlive the workers. The distributions come from samples, which reach the
     program up to half a second late; all are None until there are some.
 
+    A runner keeps figures of 1,024 names, those that it has met first. The calls of all further functions count in one record, with
+    the name "(other functions)". Functions of one name share a record.
+
     Attributes:
         name: module and qualified name.
         begun: calls that have begun in a worker. Each item of a map counts; an attempt that another one follows does not.

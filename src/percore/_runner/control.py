@@ -213,11 +213,15 @@ class Control(Verbs):
             RunnerClosed: the runner is not started or is closed.
             RuntimeError: called after a fork.
         """
+        return self._statistics(None)
+
+    def _statistics(self, most: int | None) -> percore.Statistics:
+        """As `statistics`, with the figures of so many functions at most in each worker; None: of all."""
         assembly = self._open_assembly()
         assembly.check_process()
         from percore._supervisor.snapshot import snapshot
 
-        return snapshot(assembly.supervisor, is_here=assembly.is_here)
+        return snapshot(assembly.supervisor, is_here=assembly.is_here, most=most)
 
     async def usage(self) -> percore.Usage:
         """Return memory, CPU and threads of this process, the fork server and each worker. `str()` of it is a table.

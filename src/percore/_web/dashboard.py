@@ -126,7 +126,7 @@ class Pages:
 
     def _workers(self) -> "tuple[WorkerStatistics, ...] | None":
         try:
-            return self._runner_of().statistics().workers
+            return self._runner_of()._statistics(0).workers
         except RunnerClosed:
             return None
 
@@ -140,7 +140,7 @@ class Pages:
             return _said(403, "only the dashboard's own page may ask for this")
         number = request.path.removeprefix("/recycle/")
         try:
-            workers = {str(worker.index): worker.pid for worker in self._runner_of().statistics().workers if not worker.node}
+            workers = {str(worker.index): worker.pid for worker in self._runner_of()._statistics(0).workers if not worker.node}
         except RunnerClosed:
             workers = {}
         pid = workers.get(number)

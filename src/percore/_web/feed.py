@@ -21,7 +21,7 @@ _AGAIN: Final = 100
 
 
 _MOST_FUNCTIONS: Final = 8
-"""Functions of each worker in a snapshot, those with the most time, so that snapshots stay small."""
+"""Functions of each worker in a snapshot, those with the most time, so that snapshots stay small and their reading short."""
 
 
 class Feed:
@@ -56,14 +56,12 @@ class Feed:
 
     async def _read(self) -> str:
         try:
-            statistics = self._runner_of().statistics()
+            statistics = self._runner_of()._statistics(_MOST_FUNCTIONS)
         except RunnerClosed:
             return json.dumps({"at": monotonic(), "interval": self._interval, "view": None})
         elsewhere = await self._elsewhere() if any(worker.node for worker in statistics.workers) else ()
         now = monotonic()
         page = page_of(statistics, 1, now, now + self._interval, elsewhere)
-        for worker in page["statistics"]["workers"]:
-            del worker["functions"][_MOST_FUNCTIONS:]
         view = await in_thread("percore-dashboard", lambda: self._model.view([page]))
         body: dict[str, Any] = {"at": now, "interval": self._interval, "view": asdict(view)}
         return json.dumps(body, separators=(",", ":"))
