@@ -7,7 +7,8 @@ runs where percore enters a function, at each seventh place. With `make long` it
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from itertools import count
 from types import FrameType
 from typing import Any, Final, NoReturn, cast
 
@@ -205,3 +206,86 @@ async def test_p6_a_stream_whose_submission_is_interrupted_after_it_was_sent_is_
             await anext(runner.stream(streams.anumbers, 1_000_000))
         async with asyncio.timeout(20):
             await until(lambda: not supervisor.closing.unfinished())
+
+
+# A signal's handler that cancels the task which waits: asyncio.run has one for Ctrl-C
+
+
+class Question(Collection):
+    """Runs code after percore has asked a future whether it is done, and before it acts on that."""
+
+    def _passed(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        is_question = event == "c_return" and getattr(argument, "__name__", "") == "done"
+        if self.place or not is_question or "/percore/" not in code.co_filename or _is_check(frame):
+            return
+        if not self._left:
+            self.place = f"{code.co_qualname}, line {frame.f_lineno}"
+            self._act()
+        self._left -= 1
+
+
+async def all_of(results: Any) -> list[Any]:
+    return [result async for result in results]
+
+
+async def started(_: Runner) -> None:
+    async with FakeRunner(1):
+        pass
+
+
+async def shared(runner: Runner) -> None:
+    (await runner.share([1])).close()
+
+
+AWAITED: Final[dict[str, Callable[[Runner], Awaitable[object]]]] = {
+    "a scalar": lambda runner: runner.run(jobs.aecho, 1),
+    "a pickle": lambda runner: runner.run(jobs.aecho, [1]),
+    "a large result": lambda runner: runner.run(jobs.aecho, b"x" * 100_000),
+    "an error": lambda runner: runner.run(jobs.fail, ValueError("no")),
+    "with retries": lambda runner: runner.options(retries=1, retry_on=OSError).run(jobs.aecho, [1]),
+    "a future": lambda runner: runner.submit(jobs.aecho, 1),
+    "a future of a pickle": lambda runner: runner.submit(jobs.aecho, [1]),
+    "a future of an error": lambda runner: runner.submit(jobs.fail, ValueError("no")),
+    "a map": lambda runner: runner.map(jobs.echo, range(3)).collect(),
+    "a map as a stream": lambda runner: all_of(runner.map(jobs.aecho, range(3))),
+    "a stream": lambda runner: all_of(runner.stream(streams.anumbers, 3)),
+    "a broadcast": lambda runner: runner.broadcast(jobs.aecho, 1),
+    "a shared object": shared,
+    "a start": started,
+}
+
+
+async def cancelled_at(awaited: Callable[[Runner], Awaitable[object]], runner: Runner, at: int) -> str:
+    async def wait() -> object:
+        return await awaited(runner)
+
+    task = asyncio.create_task(wait())
+    question = Question(at, task.cancel)
+    with question.on():
+        await ends(task)
+    return question.place
+
+
+@pytest.mark.parametrize("what", AWAITED)
+@pytest.mark.parametrize("is_full", [False, True], ids=["", "full"])
+async def test_p6_a_task_that_is_cancelled_after_percore_has_asked_whether_it_waits(
+    what: str, is_full: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is cancelled and nothing else: no error is logged, no worker is lost, and no place is kept."""
+    async with FakeRunner(1, max_pending=1) as runner:
+        admission: Any = supervisor_of(runner).admission
+        worker = await runner.run(jobs.awhere)
+        await ends(asyncio.ensure_future(AWAITED[what](runner)))  # with all imports
+        for at in count():
+            if is_full:
+                admission.enter_now()
+                asyncio.get_running_loop().call_soon(admission.leave)
+            place = await cancelled_at(AWAITED[what], runner, at)
+            async with asyncio.timeout(5):
+                await until(lambda: not admission._inside)
+            assert not caplog.records, place
+            if not place:
+                break
+        assert at > 0
+        assert await runner.run(jobs.awhere) == worker

@@ -15,11 +15,13 @@ the same bytes.
 
 import asyncio
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from math import inf
 from typing import Any, ClassVar, Final, Protocol
 
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan, Policy
+from percore._common.endings import settle, settle_by
 from percore._common.errors import CUT_OFF, RunnerClosed
 from percore._common.tracing import Span
 from percore._protocol.interfaces import Fate
@@ -309,12 +311,19 @@ class Call(CallBase, asyncio.Future[Any]):
 
     def deliver(self, value: Any, size: int) -> None:
         """End with this result, whose pickle had `size` bytes."""
-        self.set_result(value)
+        with suppress(asyncio.InvalidStateError):  # its user has cancelled it since it was asked: see `endings`
+            self.set_result(value)
+
+    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]  # no class
+        """End with this error, unless its user has cancelled it."""
+        with suppress(asyncio.InvalidStateError):
+            super().set_exception(error)
 
     def cut_off(self) -> None:
         """End with RunnerClosed, because the runner is closing. asyncio does not report this error if it is never retrieved."""
         self.set_exception(RunnerClosed(CUT_OFF))
-        self.exception()
+        if not self.cancelled():
+            self.exception()
 
 
 def _whereabouts(call: Call) -> str:
@@ -346,9 +355,10 @@ class TracedCall(Call):
         self._ended(None)
 
     def set_exception(self, error: BaseException) -> None:  # type: ignore[override]  # no class
-        """End with this error."""
+        """As `Call.set_exception`."""
         super().set_exception(error)
-        self._ended(error)
+        if not self.cancelled():
+            self._ended(error)
 
     def cancel(self, msg: Any = None) -> bool:
         """As `Call.cancel`."""
@@ -400,8 +410,7 @@ class Awaited(CallBase):
     def set_result(self, value: Any) -> None:
         """End with this result."""
         self.is_over = True
-        if not self.future.done():
-            self.future.set_result(value)
+        settle(self.future, value)
 
     def deliver(self, value: Any, size: int) -> None:
         """End with this result, whose pickle had `size` bytes."""
@@ -410,8 +419,7 @@ class Awaited(CallBase):
     def set_exception(self, error: BaseException) -> None:
         """End with this error."""
         self.is_over = True
-        if not self.future.done():
-            self.future.set_exception(error)
+        settle_by(self.future, error)
 
 
 class Planned(Awaited):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 from weakref import WeakValueDictionary, ref
 
-from percore._common.endings import Endings
+from percore._common.endings import Endings, settle_by
 from percore._common.errors import RunnerClosed
 from percore._protocol import shared
 from percore._protocol.interfaces import Store
@@ -297,9 +297,8 @@ class Shares:
 
     def refuse(self) -> None:
         """End every waiting `share` with RunnerClosed, because the runner takes no more calls."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_exception(RunnerClosed("the runner was closed before the object was shared"))
+        for waiter in list(self._waiters):
+            settle_by(waiter, RunnerClosed("the runner was closed before the object was shared"))
 
     def shut(self) -> None:
         """Close all shared objects, because the runner is closed and its memory is released."""

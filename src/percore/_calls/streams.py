@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final, Protocol
 from percore._calls.calls import CallBase, Owner
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan
+from percore._common.endings import wake
 from percore._common.errors import CUT_OFF, RunnerClosed
 from percore._common.sure_handles import SureHandle, surely_later
 from percore._common.tracing import Span
@@ -285,8 +286,7 @@ class StreamCall(CallBase):
         self._is_aside = False
         if self._phase is StreamPhase.ENDING:  # handed back or lost: it must not begin elsewhere while the runner closes
             self._end(RunnerClosed(CUT_OFF))
-        if self._gone is not None and not self._gone.done():
-            self._gone.set_result(None)
+        wake(self._gone)
 
     def _end(self, error: BaseException | None) -> None:
         # Whoever calls this has asked before whether it is done. User code may have closed it since: the pickling of an argument
@@ -309,5 +309,4 @@ class StreamCall(CallBase):
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        wake(waiter)

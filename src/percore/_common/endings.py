@@ -1,11 +1,20 @@
-"""Finalisers run in any thread, at any point of the program. `Endings` lets them only queue a callback, which the loop runs."""
+"""Ends that come at any point of the program.
+
+Finalisers run in any thread. `Endings` lets them only queue a callback, which the loop runs.
+
+Futures that tasks of the user await may be cancelled between any two steps of Python code: the handler of a signal runs there, and
+so does a `__del__` that a garbage collection runs. Either may cancel a task, and with it the future that the task awaits, as the
+handler of `asyncio.run` for Ctrl-C does. `settle` ends such a future also if it is cancelled after it was asked whether it is done.
+"""
 
 import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 Ended = Callable[[], None]
 
@@ -52,3 +61,31 @@ class Endings:
         finally:
             if self._ended:  # one has raised, which the loop reports: the others must not wait for the next finaliser
                 self._schedule()
+
+
+def settle(future: "asyncio.Future[T]", value: T) -> bool:
+    """End a future with this result. Return False if it has ended before: it was cancelled."""
+    if future.done():
+        return False
+    try:
+        future.set_result(value)
+    except asyncio.InvalidStateError:  # since it was asked
+        return False
+    return True
+
+
+def settle_by(future: "asyncio.Future[T]", error: BaseException) -> bool:
+    """As `settle`, with this error."""
+    if future.done():
+        return False
+    try:
+        future.set_exception(error)
+    except asyncio.InvalidStateError:
+        return False
+    return True
+
+
+def wake(waiter: "asyncio.Future[None] | None") -> None:
+    """End a future that has no result, if there is one: wake the task that awaits it."""
+    if waiter is not None:
+        settle(waiter, None)

@@ -1,6 +1,5 @@
 """The items of a map under way: from the submission of an input to the hand-over of its result."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from percore._calls.items import Batch, Item, size_of
 from percore._calls.policy import DEFAULT, CallPlan
 from percore._calls.shared_objects import Share
+from percore._common.endings import wake
 from percore._common.errors import RunnerClosed, as_error
 from percore._common.log import Faults
 from percore._map.results import Failure, Results
@@ -21,6 +21,8 @@ from percore._scheduler.windows import AHEAD_SECONDS, BATCH_SECONDS, Window, mos
 from percore._supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    import asyncio
+
     from percore._calls.functions import Function
 
 _FEW: Final = 64
@@ -94,7 +96,7 @@ class InFlight:
         self.window.resize(*self._bounds())
         self.wake_at = self.window.wake_at()
         if self.space_waiter is not None and self.window.is_worth_a_pull():
-            _wake(self.space_waiter)
+            wake(self.space_waiter)
 
     # For the feeder and the user of the results
 
@@ -106,7 +108,7 @@ class InFlight:
 
     def wake(self) -> None:
         """Wake the task that waits for results."""
-        _wake(self._result_waiter)
+        wake(self._result_waiter)
 
     def is_over(self) -> bool:
         """Whether no more items will end for the map: it was stopped, or all items have ended and no more will come."""
@@ -118,7 +120,7 @@ class InFlight:
         window = self.window
         window.hand_over(count * size, count)
         if window.handed_over >= self.wake_at and self.space_waiter is not None and window.is_worth_a_pull():
-            _wake(self.space_waiter)
+            wake(self.space_waiter)
 
     def leave(self, count: int) -> None:
         """Make room for `count` other calls under `max_pending`."""
@@ -289,10 +291,10 @@ class InFlight:
             results.put(number, [(self.given.pop(number), error) if self._spec.pairs else error], 0)
         elif results.is_list or not self._spec.ordered:  # raise the error at once
             life.stop(error)
-            _wake(self.space_waiter)
+            wake(self.space_waiter)
         else:
             life.advance(MapEvent.EXHAUST)
-            _wake(self.space_waiter)
+            wake(self.space_waiter)
             results.put(number, [Failure(error)], 0)
             self.cancel_from(number + 1)
         self._has_ended(1, arguments, 0)
@@ -300,8 +302,8 @@ class InFlight:
     def broke(self, error: BaseException) -> None:
         """Implement `RunningMap`."""
         self.life.stop(as_error(error, "percore"))
-        _wake(self.space_waiter)
-        _wake(self._result_waiter)
+        wake(self.space_waiter)
+        wake(self._result_waiter)
 
     def _has_ended(self, count: int, arguments: int, size: int) -> None:
         window, batches = self.window, self.batches
@@ -317,11 +319,6 @@ class InFlight:
         if is_list:
             window.hand_over(size, count)
         if self.space_waiter is not None and window.is_worth_a_pull():
-            _wake(self.space_waiter)
+            wake(self.space_waiter)
         if not is_list or self.is_over():  # `collect` waits for the whole list
-            _wake(self._result_waiter)
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
+            wake(self._result_waiter)

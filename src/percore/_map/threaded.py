@@ -12,6 +12,7 @@ from inspect import isgenerator
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from percore._common.endings import wake
 from percore._common.log import report
 from percore._common.options import whole
 
@@ -106,8 +107,7 @@ class _Puller:
         self.allow()  # wakes the thread if it waits for a permission
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        wake(self._waiter)
 
     # The thread's side
 

@@ -18,6 +18,7 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._calls.worker_start import places_of
+from percore._common.endings import wake
 from percore._common.errors import shown
 from percore._common.log import report
 from percore._common.options import RunnerOptions
@@ -297,8 +298,7 @@ class Host:
         if engine is not None:
             await self.close_engine(engine)
         self.connection.close()
-        if not self.ended.done():
-            self.ended.set_result(None)
+        wake(self.ended)
 
     async def close_engine(self, engine: ProcessEngine) -> None:
         """Close the engine, whose workers have ended."""

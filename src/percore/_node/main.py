@@ -13,6 +13,7 @@ import threading
 from contextlib import suppress
 from typing import Final, NoReturn
 
+from percore._common.endings import wake
 from percore._common.system import new_loop
 from percore._engines.processes.engine import ProcessEngine
 from percore._node.host import Host
@@ -114,5 +115,4 @@ def _read_token() -> bytes:
 def _owner_gone(loop: asyncio.AbstractEventLoop, gone: "asyncio.Future[None]") -> None:
     if not os.read(0, 1):
         loop.remove_reader(0)
-        if not gone.done():
-            gone.set_result(None)
+        wake(gone)

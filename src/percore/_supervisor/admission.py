@@ -4,6 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
+from percore._common.endings import settle, settle_by
 from percore._common.errors import RunnerFull
 
 
@@ -60,16 +61,15 @@ class Admission:
         self._inside -= count
         while self._waiters and self._inside < self.limit:
             waiter, _ = self._waiters.popitem(last=False)
-            if not waiter.done():
-                self._inside += 1
-                waiter.set_result(None)
+            self._inside += 1  # first: its task may go on in this step
+            if not settle(waiter, None):
+                self._inside -= 1
 
     def refuse(self, error: Callable[[], Exception]) -> None:
         """Refuse all waiting calls. Each raises a new error, made by `error`."""
         waiters, self._waiters = self._waiters, OrderedDict()
         for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(error())
+            settle_by(waiter, error())
 
     def left(self, _call: object) -> None:
         """As `leave()`, in the form of a done callback of a future."""

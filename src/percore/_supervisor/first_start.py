@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from percore._common.endings import settle_by, wake
 from percore._common.worker_errors import StartupFailed, frozen_hint, how
 from percore._serialization.exception_state import text_of
 from percore._supervisor.pool_worker import PoolWorker
@@ -76,15 +77,14 @@ class FirstStart:
     def look_ready(self) -> None:
         """End the start if every worker is ready. To be called when one is."""
         if self._ended is not None and not self._ended.done() and all(s.current and s.current.is_ready for s in self._slots):
-            self._ended.set_result(None)
+            wake(self._ended)
             self._ended, self.is_on = None, False  # now: a worker that dies before the waiting task continues must be replaced
 
     def fail(self, error: Exception) -> bool:
         """Let the start fail with this error. Return False if no start is on, or if it has failed already."""
         if self._ended is None or self._ended.done():
             return False
-        self._ended.set_exception(error)
-        return True
+        return settle_by(self._ended, error)
 
     def look_place(self) -> None:
         """Start or stop the timer of a start that waits for places."""

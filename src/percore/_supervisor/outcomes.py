@@ -4,7 +4,9 @@ The pool opens each channel with `Outcomes.receiver`. A call stays its worker's 
 before that, the call ends when the supervisor processes the worker's death.
 """
 
+from asyncio import InvalidStateError
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from time import monotonic, monotonic_ns
 from typing import Any, Final, Protocol
 
@@ -135,7 +137,10 @@ class Outcomes:
                                     return
                                 continue
                         if not call.future.done():
-                            call.future.set_result(body)
+                            try:
+                                call.future.set_result(body)
+                            except InvalidStateError:
+                                """Its task was cancelled since it was asked: see `endings`."""
                         call.is_over = True
                         del calls[call_id]
                         free.append(call_id + stride)
@@ -161,7 +166,10 @@ class Outcomes:
                     ):
                         if op == VALUE:
                             if not call.done():
-                                call.set_result(body)
+                                try:
+                                    call.set_result(body)
+                                except InvalidStateError:
+                                    """As above."""
                         elif not self._delivered(member, call, body):
                             if not channel.is_open:
                                 return
@@ -241,7 +249,8 @@ class Outcomes:
         if self._is_late(member, target):
             return
         if not target.done():
-            target.set_result(value)
+            with suppress(InvalidStateError):
+                target.set_result(value)
         self._calls.ended(member, target)
 
     def _values(self, member: PoolWorker, call_id: int, body: bytes) -> None:

@@ -8,7 +8,7 @@ import asyncio
 from functools import partial
 from itertools import count
 
-from percore._common.endings import Endings
+from percore._common.endings import Endings, settle, settle_by
 from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import Payload
@@ -127,16 +127,14 @@ class Arena(SlotWriter):
                 self.discard(pickled)
             return
         if isinstance(pickled, BaseException):
-            waiter.set_exception(as_error(pickled, "pickling"))
+            settle_by(waiter, as_error(pickled, "pickling"))
             return
         # Calls refer to the object, so it has to be in a slot: if it has none, because it is small or none was free, wait for one.
         parcel = self.store(pickled) if isinstance(pickled, bytes) else self.place(pickled)
         if parcel is None:
             self.wait(lambda: self._share_later(waiter, pickled))
-        elif waiter.done():  # a `__del__`, run by a garbage collection, has cancelled it
+        elif not settle(waiter, parcel):  # it was cancelled meanwhile
             self.discard(parcel)
-        else:
-            waiter.set_result(parcel)
 
     def _share_later(self, waiter: "asyncio.Future[int]", pickled: Payload) -> bool:
         """Try again. Runs in the thread that gave a slot back."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from percore._common.endings import wake
+
 T = TypeVar("T")
 
 
@@ -78,7 +80,7 @@ async def _step(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, step: Call
 
 async def _ready(loop: asyncio.AbstractEventLoop, sock: ssl.SSLSocket, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
     ready: asyncio.Future[None] = loop.create_future()
-    add(sock, lambda: None if ready.done() else ready.set_result(None))
+    add(sock, wake, ready)
     try:
         await ready
     finally:

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from percore._common.callables import check_awaited
+from percore._common.endings import wake
 from percore._common.errors import as_error, shown
 from percore._common.inputs import Inputs, unpacked
 from percore._protocol.messages import ANSWER_ERROR
@@ -267,8 +268,7 @@ class MapSource(Source):
         child = item.child
         answer = None if child is None else child.answer
         self._weights[2] += item.size + (len(answer[1]) if answer is not None and type(answer[1]) is bytes else 0)
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+        wake(self._room)
         try:
             if item.error is not None:
                 raise item.error

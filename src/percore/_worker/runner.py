@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeAlias, 
 
 from percore._common.call_options import MAP_ADVICE, CallOptions, checked
 from percore._common.callables import is_async_stream, is_coroutine_call, qualified_name
+from percore._common.endings import settle, settle_by
 from percore._common.inputs import Inputs, check_map
 from percore._common.options import PREFETCH, Backoff, RetryOn, advising
 from percore._protocol.messages import ID_MASK, Kind
@@ -408,12 +409,10 @@ class _ChildFuture(asyncio.Future[Any]):
         try:
             result = self._family.families.unpack(child)
         except BaseException as error:
-            if not self.done():
-                self.set_exception(error)
+            if settle_by(self, error):
                 self._ended(error)
         else:
-            if not self.done():
-                self.set_result(result)
+            if settle(self, result):
                 self._ended(None)
 
     def cancel(self, msg: Any = None) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Final
 
+from percore._common.endings import settle_by, wake
 from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
 from percore._common.steps import step
@@ -239,13 +240,11 @@ class Server:
     def _finish(self, _zero: int, _body: None) -> None:
         if self.sampler is not None:
             self.sampler.send()
-        if not self.finished.done():
-            self.finished.set_result(None)
+        wake(self.finished)
 
     def _thread_failed(self, error: BaseException) -> None:
         """End the worker: a thread has ended outside a call, whose caller might otherwise wait for ever."""
-        if not self.finished.done():
-            self.finished.set_exception(as_error(error, "a thread"))
+        settle_by(self.finished, as_error(error, "a thread"))
 
     def drain(self) -> None:
         """Accept no more calls, hand back those that have not begun, and finish when the last running call has been answered."""

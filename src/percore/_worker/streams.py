@@ -17,6 +17,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final
 
+from percore._common.endings import wake
 from percore._common.fault_points import POINTS, point
 from percore._protocol.messages import ITEM, ITEMS, Payload
 from percore._worker.answers import SMALL, Answers
@@ -246,8 +247,7 @@ class TaskStream(_Stream):
             self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        wake(self._waiter)
 
     def _flush_soon(self) -> None:
         self._is_flushing = False

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar
 
+from percore._common.endings import wake
 from percore._worker.families import Family
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ class Source:
             if isinstance(waiter, SimpleQueue):
                 waiter.put(None)
             elif asyncio._get_running_loop() is self.loop:
-                _wake(waiter)
+                wake(waiter)
             else:
-                self.loop.call_soon_threadsafe(_wake, waiter)
+                self.loop.call_soon_threadsafe(wake, waiter)
 
     async def until(self, look: Callable[[], Any]) -> Any:
         """Wait until `look` returns something else than `WAIT`, and return that."""
@@ -220,8 +221,3 @@ class Walk(Generic[T_co]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(f"a {self._noun} of a call cannot be pickled: it belongs to that call")
-
-
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
 
+from percore._common.endings import settle, settle_by
 from percore._common.sure_handles import surely_soon
 from percore._engines.nodes.channel import NodeChannel
 from percore._engines.nodes.node import Sender
@@ -215,13 +216,13 @@ class NodeLink:
 
     def _hello(self, _version: int, data: memoryview) -> None:
         if not self._greeted.done():
-            self._greeted.set_result(Greeting(*unpack(data, *_GREETING)))
+            settle(self._greeted, Greeting(*unpack(data, *_GREETING)))
 
     def _refused(self, _zero: int, data: memoryview) -> None:
         answer = self._answers.get(0)
         (text,) = unpack(data, str)
-        if answer is not None and not answer.done():
-            answer.set_exception(Refused(text))
+        if answer is not None:
+            settle_by(answer, Refused(text))
 
     def _worker(self, number: int) -> NodeWorker:
         worker = self.workers.get(number)
@@ -288,8 +289,8 @@ class NodeLink:
     def _answer(self, number: int, data: memoryview) -> None:
         answer = self._answers.pop(number, None)
         values = unpack(data, object)
-        if answer is not None and not answer.done():
-            answer.set_result(values)
+        if answer is not None:
+            settle(answer, values)
 
     def _batch(self) -> None:
         while self._touched:
@@ -302,16 +303,14 @@ class NodeLink:
         if self._watch is not None:
             self._watch.cancel()
         self.is_lost = True
-        if not self.over.done():
-            self.over.set_result(why)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_result([])
+        settle(self.over, why)
+        for answer in list(self._answers.values()):
+            settle(answer, [])
 
     def _broke(self, why: str) -> None:
         self._ended(why)
         if not self._greeted.done():
-            self._greeted.set_exception(Refused(f"its host has ended: the connection broke, {why}"))
+            settle_by(self._greeted, Refused(f"its host has ended: the connection broke, {why}"))
         try:
             for worker in list(self.workers.values()):
                 worker.channel.lost()

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, NoReturn
 
+from percore._common.endings import settle
 from percore._protocol.messages import Body, BrokenFrame, Payload
 from percore._protocol.shared import Shared
 from percore._serialization.advice import can_pickle
@@ -234,8 +235,11 @@ class References:
     # Shared objects
 
     def share(self, obj: object, waiter: asyncio.Future[int]) -> None:
-        if not waiter.done():
-            waiter.set_result(self._keep(obj))
+        if waiter.done():
+            return
+        parcel = self._keep(obj)
+        if not settle(waiter, parcel):  # it was cancelled meanwhile
+            self.discard(parcel)
 
     def load(self, parcel: int, ended: Callable[[], None]) -> Whole:
         return self.load_shared(self._loop, parcel, ended)
