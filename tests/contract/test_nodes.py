@@ -77,6 +77,29 @@ async def test_the_calls_of_a_lost_node_end_although_a_part_of_the_loss_fails(
         await other
 
 
+async def test_a_search_for_nodes_that_fails_is_logged_and_made_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    searches: list[str] = []
+    search = nodes.NodesEngine._search_once
+
+    async def once(self: Any) -> list[str]:
+        searches.append("begun")
+        if len(searches) == 1:
+            raise RuntimeError("it fails")
+        return await search(self)
+
+    async with NodesRunner(2) as runner:
+        engine: Any = engine_of(runner)
+        monkeypatch.setattr(nodes.NodesEngine, "_search_once", once)
+        monkeypatch.setattr(nodes, "_PAUSE", 0.0)
+        engine._find_nodes()
+        await until(lambda: len(searches) == 2 and engine._search is None)
+        assert await runner.map(jobs.aecho, range(4)) == list(range(4))
+    (record,) = (one for one in caplog.records if one.exc_info)
+    assert record.getMessage() == "percore: an internal error while nodes were searched for; percore goes on"
+
+
 async def test_d3_a_node_is_lost_in_the_middle_of_a_reload(subtests: pytest.Subtests) -> None:
     """The reload ends, with its workers or with StartupFailed; the slots have workers, and the next reload works."""
     for index in range(2):

@@ -164,11 +164,14 @@ class NodesEngine:
             self._search.add_done_callback(self._has_ended)
 
     def _has_ended(self, search: "asyncio.Task[None]") -> None:
-        """Search again if the program has cancelled all tasks, this one with them, or a Ctrl-C has ended it."""
+        """Search again if this search was cut short: the program has cancelled all tasks, a Ctrl-C came, or there was an error."""
+        error = None if search.cancelled() else search.exception()
         if self._search is search:
             self._search = None
-            if (search.cancelled() or search.exception() is not None) and not self._is_closed:
+            if (search.cancelled() or error is not None) and not self._is_closed:
                 self._again = surely_later(self._loop, _PAUSE, self._find_again)
+        if isinstance(error, Exception):  # the loop has raised any other
+            Faults("nodes were searched for").note(error)
 
     async def _find(self) -> None:
         """Put hosts on the nodes that have none, and connect to them. Search again while there is no node, except at first."""
