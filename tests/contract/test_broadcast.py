@@ -238,6 +238,20 @@ async def test_a_worker_dies_before_it_begins(make: MakeRunner, log: Log, gate: 
             assert type(blocking.exception()) is percore.WorkerDied
 
 
+@pytest.mark.parametrize("has_other", [True, False], ids=["two", "one"])
+async def test_a_worker_that_percore_kills_gets_nothing_more(make: MakeRunner, has_other: bool) -> None:
+    """As when its channel breaks. Its end has yet to be told."""
+    async with make(2 if has_other else 1) as runner:
+        pool = supervisor_of(runner).pool
+        (member,) = (member for member in members_of(runner) if member.index == 0)
+        pool.kill_one(member, "the test says so")
+        assert not member.life.is_gone
+        future = runner.submit(jobs.aecho, 1)
+        assert not member.calls
+        assert [worker.index for worker in await runner.broadcast(jobs.awhere)] == [1] * has_other
+        assert await future == 1
+
+
 async def test_a_worker_that_is_gone_does_not_get_it(make: MakeRunner, log: Log, gate: Gate) -> None:
     lifespan = functools.partial(jobs.others_behind, log.path, gate.path)
     async with make(2, lifespan=lifespan) as runner:

@@ -289,9 +289,10 @@ class Pool:
         self._carry_out(slot, slot.could_not_start(self._phase.replaces, is_first=self.first_start.is_on))
 
     def _seat(self, slot: WorkerSlot) -> None:
-        """Let the current worker get calls, if it is ready and does not get them yet."""
-        if slot.current is not None and slot.current.is_ready and slot.current not in self._dispatch.seats:
-            self._dispatch.seat(slot.current)
+        """Let the current worker get calls, if it is ready, was not killed, and does not get them yet."""
+        member = slot.current
+        if member is not None and member.is_ready and not member.killed_why and member not in self._dispatch.seats:
+            self._dispatch.seat(member)
             if self._observer is not None:
                 self._observer.seated()
 
@@ -371,6 +372,9 @@ class Pool:
                 self.last_report = text
             report(self.level(member), "%s", text, of=member)
             member.worker.kill()
+            # It takes no more calls, although the system has yet to report its end: one that is sent to it now is late by that, and
+            # that of a broadcast fails.
+            self._dispatch.unseat(member)
 
     def succeed(self, slot: WorkerSlot, member: PoolWorker, decision: Decision[PoolWorker]) -> None:
         """Carry out what was decided about the slot of a dead worker."""
