@@ -1,5 +1,6 @@
 """What tests of shared objects have workers do."""
 
+import asyncio
 import gc
 import os
 import pickle
@@ -34,6 +35,35 @@ class Unloadable:
 
 def _raise(text: str) -> None:
     raise ValueError(text)
+
+
+class Asking:
+    """An object whose unpickling calls `fn` in a thread, and waits for the result."""
+
+    def __init__(self, fn: Any, *args: Any) -> None:
+        self.asks = fn, *args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ask, self.asks
+
+
+class Answer:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _ask(fn: Any, *args: Any) -> Answer:
+    if asyncio._get_running_loop() is not None:
+        return Answer("of the loop")
+    return Answer(percore.current_runner().run_sync(fn, *args))
+
+
+def text_of(shared: Shared[Any]) -> tuple[str, int]:
+    return shared.value.text, id(shared.value)
+
+
+async def atext_of(shared: Shared[Any]) -> tuple[str, int]:
+    return text_of(shared)
 
 
 def first(shared: Shared[Any], _other: Any) -> Any:

@@ -520,3 +520,19 @@ async def test_a_pickle_of_it_that_outlives_it_leads_nowhere(make: MakeRunner) -
         await until_free(runner)
         with pytest.raises(RuntimeError, match="was closed, or belongs to another program"):
             await runner.run(share_jobs.load_pickle)
+
+
+@pytest.mark.apart(because="nothing is pickled there")
+async def test_unpickling_that_waits_for_a_call_does_not_block_the_loop_that_wants_the_same_object(
+    make: MakeRunner, log: Log, gate: Gate
+) -> None:
+    """The loop would wait for the thread that builds it, and the thread for an answer that the loop brings."""
+    async with make(1, threads=1) as runner:
+        shared = await runner.share(share_jobs.Asking(jobs.await_, log.path, gate.path, "of the thread"))
+        in_thread = runner.submit(share_jobs.text_of, shared)
+        await log.take(1)
+        text, number = await runner.run(share_jobs.atext_of, shared)
+        assert text == "of the loop"
+        gate.open()
+        assert await in_thread == (text, number), "all get the one that was ready first"
+        assert await runner.run(share_jobs.text_of, shared) == (text, number)

@@ -30,7 +30,8 @@ ROOMS = ("_common", "_protocol", "_serialization", "_transport", "_worker", "_wo
 
 LOOP = "the loop takes it, and a wait is refused in the loop; its threads are spared or steps"
 SPARED = {
-    "_protocol/shared.py:Copy.value": "user code runs under it, which unpickles; it waits for no thread that wants the same object",
+    "_protocol/shared.py:Copy.value": "user code runs under it, which unpickles; who waits for a call there lets go of it",
+    "_protocol/shared.py:others_may_build": "after the wait",
     "_protocol/shared.py:Copy._build": "for arithmetic, within which no collection runs in a thread",
     "_protocol/shared.py:Copy.forget": LOOP,
     "_protocol/shared.py:Copy._gone": LOOP,

@@ -4,7 +4,8 @@ The handle delegates to a Source: `_calls.shared_objects` implements it for the 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -101,6 +102,26 @@ def arrive(number: int) -> Shared[Any]:
 
 CLOSED: Final = "the shared object was closed"
 
+_of_thread: Final = threading.local()
+"""`builds`: the copies that this thread is building, the outermost first."""
+
+
+@contextmanager
+def others_may_build() -> Iterator[None]:
+    """Let other threads build what this one is building, since it waits for a call.
+
+    1. A thread unpickles a shared object, whose code makes a call and waits for it.  2. The loop wants the same object. If it
+    waited for the thread, nobody would bring the answer.
+    """
+    builds: list[Copy] = list(getattr(_of_thread, "builds", ()))
+    for copy in reversed(builds):
+        copy.building.release()
+    try:
+        yield
+    finally:
+        for copy in builds:
+            copy.building.acquire()
+
 
 class Copy:
     """The object behind a handle, in this process. It is built on first use, over memory that all processes read."""
@@ -113,7 +134,7 @@ class Copy:
         self._load = load
         self._payload = payload
         self._forgotten = forgotten
-        self._building = threading.RLock()
+        self.building = threading.RLock()
         self._state = threading.RLock()  # guards the next two attributes; re-entrant, as a garbage collection may ask for the value
         self._views = 0
         self._is_given_up = False
@@ -123,12 +144,14 @@ class Copy:
     def value(self) -> Any:
         """Return the object, and build it on the first call. Other threads that call this meanwhile wait.
 
+        A thread that is building it may wait for a call. Then others build it as well, and all of them get what is ready first.
+
         Raises:
             RuntimeError: the object was given up.
             BaseException: any exception that unpickling raises. The next call tries again.
         """
         if not self._is_built:
-            with self._building:
+            with self.building:
                 if not self._is_built:
                     return self._build()
         value = self._value
@@ -141,11 +164,18 @@ class Copy:
             if self._is_given_up:
                 raise RuntimeError(CLOSED)
             self._views += 1
-        value = self._load(self._payload, self._gone).load()
+        builds: list[Copy] = _of_thread.__dict__.setdefault("builds", [])
+        builds.append(self)
+        try:
+            value = self._load(self._payload, self._gone).load()
+        finally:
+            builds.pop()
         with self._state:
-            if not self._is_given_up:
+            if self._is_given_up:
+                return value
+            if not self._is_built:
                 self._value, self._is_built = value, True
-        return value
+            return self._value
 
     def forget(self) -> None:
         """Give the object up: `value` raises from now on. Objects already returned stay valid. Call this once, in the loop."""

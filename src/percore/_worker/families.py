@@ -30,6 +30,7 @@ from percore._protocol.messages import (
     Body,
 )
 from percore._protocol.nested_calls import CALLER_ENDED, NestedRequest
+from percore._protocol.shared import others_may_build
 from percore._serialization.exceptions import load_exception
 from percore._worker.plain_calls import caller_overran
 
@@ -169,19 +170,23 @@ class Family:
         for end in list(self.enders):
             self.families.channel.loop.call_soon_threadsafe(end)
 
-    @step
     def wait(self, until: Callable[[], object]) -> None:
         """Call `until`, which blocks this thread. A thread of a plain call gives its place back meanwhile.
 
         Raises:
             RuntimeError: a garbage collection has run the code that waits, in the middle of a step of percore on which others wait.
         """
-        plain = self.families.plain
         if is_in_step(sys._getframe(1)):
             raise RuntimeError(
                 "a __del__ that a garbage collection has run waits for a call, in the middle of a step of percore that has to "
                 "end first: make such calls before, in a `with` block or a method that closes the object"
             )
+        with others_may_build():
+            self._wait(until)
+
+    @step
+    def _wait(self, until: Callable[[], object]) -> None:
+        plain = self.families.plain
         with self._waiting:
             if not self.waits:
                 plain.step_aside(self.call_id & ID_MASK)
