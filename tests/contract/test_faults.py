@@ -9,11 +9,12 @@ percore.
 import asyncio
 import functools
 import gc
+import itertools
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from types import CodeType
-from typing import Any, Final, TypeAlias
+from types import CodeType, FrameType
+from typing import Any, Final, NoReturn, TypeAlias
 
 import pytest
 
@@ -269,6 +270,40 @@ def test_a_fault_as_an_item_of_a_dead_batch_ends(tmp_path: Path, sixteen: None, 
     outcomes = run(death, strike, tmp_path / "0")
     assert strike.name
     assert is_fault(outcomes["batches"])
+
+
+class Interrupted(BaseException):
+    """As a KeyboardInterrupt, but the loop goes on."""
+
+
+def interrupt() -> NoReturn:
+    raise Interrupted
+
+
+def submits(code: CodeType) -> bool:
+    """Whether this is a step in which a map makes items of inputs."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_qualname != "Feeder._submit":
+        frame = frame.f_back
+    return frame is not None and code.co_filename.startswith(SOURCE)
+
+
+@pytest.mark.loop_reports  # of a feeder that was interrupted
+@pytest.mark.parametrize("after_builtins", [False, True])
+@pytest.mark.parametrize(("fn", "key"), [(jobs.echo, None), (jobs.aecho, None), (jobs.aecho, lambda i: i % 2)])
+async def test_p6_a_map_ends_after_a_ctrl_c_at_each_step_of_an_item(fn: Any, key: Any, after_builtins: bool) -> None:
+    """It ends with an error, or with all results."""
+    async with FakeRunner(1, concurrency=2, threads=1) as runner:
+        assert await runner.map(fn, range(3), key=key) == [0, 1, 2]
+        for at in itertools.count():
+            strike = Strike(at, submits, interrupt, after_builtins=after_builtins)
+            async with asyncio.timeout(5):
+                with strike.on():
+                    error = await outcome(runner.map(fn, range(3), key=key).collect())
+            assert isinstance(error, Exception) or error == [0, 1, 2], strike.name
+            if not strike.name:
+                break
+        assert at > 5
 
 
 @pytest.mark.long

@@ -87,6 +87,8 @@ class Feeder:
             life.stop(error)
         except BaseException as error:  # treated as a Ctrl-C: it propagates, and the map reports that the input was cut short
             life.failure = RuntimeError(f"reading the input was interrupted by {shown(error)}")
+            if self._is_batched and not life.is_closed:
+                self._supervisor.dispatch.appended(self._items.queue)  # it may have come just before this
             self._send()  # the loop may run on, and the map then ends once the items before the error have ended
             raise
         finally:

@@ -155,13 +155,22 @@ class InFlight:
     def take_run(self, run: Run, size: int) -> None:
         """Implement `Taker`."""
         assert self.batches is not None
-        self.window.pull(len(run.bodies), size)
-        self.batches.append(run._replace(mark=self.function.meter.mark_run()))
+        try:
+            self.window.pull(len(run.bodies), size)
+            self.batches.append(run._replace(mark=self.function.meter.mark_run()))
+        except BaseException as error:  # they count as pulled, and may wait nowhere
+            self.broke(error)
+            raise
 
     def take_item(self, body: Any, size: int, key: Name | None, shares: Sequence[Share]) -> None:
         """Implement `Taker`."""
-        number = self.window.pulled
-        item = Item(self, number, body, size, self.plan(), key)
+        try:
+            self._accept(Item(self, self.window.pulled, body, size, self.plan(), key), size, shares)
+        except BaseException as error:  # as in `take_run`
+            self.broke(error)
+            raise
+
+    def _accept(self, item: Item, size: int, shares: Sequence[Share]) -> None:
         self.window.pull(1, size)
         if shares:
             self.owner.shares.hold(item, shares)
@@ -172,7 +181,7 @@ class InFlight:
         self.owner.accept(item)
         # Known only now: user code that a garbage collection runs cannot cancel it while it is neither in a queue nor in a worker.
         if not item.done():
-            self._alive[number] = item
+            self._alive[item.number] = item
             if self.life.is_closed:
                 self.cancel_from(0)
 
