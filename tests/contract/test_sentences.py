@@ -395,6 +395,11 @@ SENTENCES: Final[dict[str, Use]] = {
         "tests/unit/test_families.py::test_a_collection_that_waits_for_a_nested_call_in_the_midst_of_another_one_is_refused",
         "that a garbage collection has run waits for a call",
     ),
+    "a __del__ that a garbage collection has run waits for an executor, in the middle of a step of percore that has to end first: "
+    "wait before, in a `with` block or a method that closes the object": at(
+        "tests/unit/test_portal.py::test_a_finalizer_that_waits_in_the_middle_of_a_start_is_refused",
+        "that a garbage collection has run waits for an executor",
+    ),
     "a span could not be begun": at(
         "tests/contract/test_opentelemetry.py::test_a_span_processor_that_raises_in_workers_costs_no_call_and_no_worker",
         "a span could not be begun",

@@ -11,16 +11,19 @@ import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import percore
+from percore._common.system import new_loop
 from percore._common.worker_errors import RunnerBroken
+from percore._engines.processes import fork_servers
 from percore._executor import portal
 from percore._executor.life import ABRUPTLY, ExecutorPhase
 from percore._executor.portal import Portal
@@ -419,3 +422,52 @@ def test_code_that_is_pickled_for_the_start_may_submit_and_waits_for_nothing() -
     stage.portal._assemble = assemble
     stage.play((READY, "open"), (0, "shut"))
     assert [future.result() for future in stage.futures] == ["passed"]
+
+
+WAITS = "a __del__ that a garbage collection has run waits for an executor, in the middle of a step"
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_finalizer_that_waits_in_the_middle_of_a_start_is_refused(monkeypatch: pytest.MonkeyPatch, *, is_traced: bool) -> None:
+    """The start would wait for it, and it for a thread that has not been started."""
+
+    def make_loop() -> asyncio.AbstractEventLoop:
+        monkeypatch.undo()
+        future = executor.submit(abs, -7)
+        early.append(future)
+        for wait in (future.result, future.exception, executor.shutdown):
+            with pytest.raises(RuntimeError, match=WAITS):
+                wait()
+        others.append(threads.submit(future.result))
+        return new_loop()
+
+    early, others, threads = list[Future[int]](), list[Future[int]](), ThreadPoolExecutor(1)
+    monkeypatch.setattr(portal, "new_loop", make_loop)
+    spans: list[str] = []
+    span = SimpleNamespace(parent=None, begun=lambda *_: None, ended=lambda error: spans.append(str(error)))
+    executor = percore.LoopPoolExecutor(1, engine="threads")
+    if is_traced:
+        executor._tracing = SimpleNamespace(begin=lambda _fn: span)
+    assert executor.submit(abs, -5).result() == 5
+    assert (early[0].result(), early[0].exception(), others[0].result()) == (7, None, 7)
+    executor.shutdown()
+    threads.shutdown()
+    assert spans == ["None"] * 2 * is_traced
+
+
+def test_a_finalizer_that_waits_in_the_middle_of_a_step_of_the_fork_servers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its executor's thread would wait for the lock that this thread holds."""
+
+    def start(_preload: str) -> Any:
+        with pytest.raises(RuntimeError, match=WAITS):
+            executor.shutdown()
+        return SimpleNamespace(fingerprint=())
+
+    executor = percore.LoopPoolExecutor(1, engine="threads")
+    assert executor.submit(abs, -7).result() == 7
+    servers = fork_servers.ForkServers()
+    monkeypatch.setattr(fork_servers, "servers", servers)
+    monkeypatch.setattr(fork_servers, "ForkServerProcess", start)
+    servers.warm_up("preload")
+    executor.shutdown()
+    assert executor._portal.life.phase is ExecutorPhase.OVER

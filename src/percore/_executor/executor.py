@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import percore  # noqa: TC001  # get_type_hints needs it
 from percore._common.engines import AnyEngine
 from percore._common.options import Lifespan
-from percore._executor.futures import Held, traced_future
+from percore._executor.futures import EarlyFuture, Held, trace, traced_future
 from percore._executor.portal import Portal
 from percore._executor.setup import Broken, setup_of
 from percore._runner.early import check_start
@@ -149,7 +149,13 @@ class LoopPoolExecutor(Executor):
         """
         self._begin()
         portal = self._portal
-        future: Future[Any] = Future() if self._tracing is None else traced_future(self._tracing, fn)
+        future: Future[Any]
+        if portal.thread is None:  # a `__del__` submits while this thread starts it
+            future = early = EarlyFuture(lambda: portal.thread is not None)
+            if self._tracing is not None:
+                trace(early, self._tracing, fn)
+        else:
+            future = Future() if self._tracing is None else traced_future(self._tracing, fn)
         portal.submit((future, fn, args, kwargs))
         if self._mp_context is not None:
             # As in the standard library, the processes are forked and the initargs are read before this method returns.
@@ -252,6 +258,10 @@ class LoopPoolExecutor(Executor):
         Args:
             wait: return only after the last call has ended and all workers are gone.
             cancel_futures: cancel the calls that are not running.
+
+        Raises:
+            RuntimeError: a garbage collection has run a `__del__` that waits here, in the middle of a step of percore that has to
+                end first. The executor shuts down all the same.
         """
         self._portal.shut(cancel=cancel_futures)
         if wait:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -45,12 +46,51 @@ class TracedFuture(Future[Any]):
     span: Span
 
 
+class EarlyFuture(TracedFuture):
+    """The future of a call that a `__del__` has submitted, in the middle of the executor's start in this thread."""
+
+    def __init__(self, has_started: Callable[[], bool]) -> None:
+        super().__init__()
+        self._has_started = has_started
+        self._of_start = threading.get_ident()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As that of every future.
+
+        Raises:
+            RuntimeError: the thread that starts the executor waits for the result, in the middle of that.
+        """
+        self._check()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `result`."""
+        self._check()
+        return super().exception(timeout)
+
+    def _check(self) -> None:
+        if threading.get_ident() == self._of_start and not self._has_started() and not self.done():
+            raise waits_in_step()
+
+
+def waits_in_step() -> RuntimeError:
+    """Return the error of a wait that would never end."""
+    return RuntimeError(
+        "a __del__ that a garbage collection has run waits for an executor, in the middle of a step of percore that has to end "
+        "first: wait before, in a `with` block or a method that closes the object"
+    )
+
+
 def traced_future(tracing: Tracing, fn: Callable[..., Any]) -> TracedFuture:
     """Return a new future for a call of `fn`, whose span ends with the future."""
     future = TracedFuture()
+    trace(future, tracing, fn)
+    return future
+
+
+def trace(future: TracedFuture, tracing: Tracing, fn: Callable[..., Any]) -> None:
     future.span = tracing.begin(fn.fn if type(fn) is Held else fn)
     future.add_done_callback(_ended)
-    return future
 
 
 def _ended(future: Any) -> None:

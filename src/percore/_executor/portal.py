@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import percore
 from percore._common.log import report
 from percore._common.system import new_loop
-from percore._executor.futures import begins, resolve
+from percore._executor.futures import begins, resolve, waits_in_step
 from percore._executor.life import ABRUPTLY, ExecutorEvent, ExecutorLife, ExecutorPhase, Mark, the_end
 from percore._executor.readings import Readings
-from percore._runner.early import MODULES, cool_down
+from percore._runner.early import MODULES, cool_down, holds_fork_servers
 
 if TYPE_CHECKING:
     import asyncio
@@ -208,10 +208,21 @@ class Portal:
             self._ask(lambda jobs: self._kill(jobs, signum))
 
     def join(self) -> None:
-        """Wait until the thread has ended. Return at once in that thread itself, and in a fork."""
+        """Wait until the thread has ended. Return at once in that thread itself, and in a fork.
+
+        Raises:
+            RuntimeError: a garbage collection has run the code that waits, in the middle of a step that the thread may wait for.
+        """
         thread = self.thread
-        if thread is not None and thread is not threading.current_thread() and self._is_here():
-            thread.join()
+        if thread is threading.current_thread() or not self._is_here():
+            return
+        if thread is None:
+            if self in _portals:  # this thread starts it
+                raise waits_in_step()
+            return
+        if thread.is_alive() and (_start_lock._is_owned() or holds_fork_servers()):  # type: ignore[attr-defined]
+            raise waits_in_step()
+        thread.join()
 
     def release(self) -> None:
         """Shut down because the executor was garbage-collected. May be called from any thread, at any point of its code."""

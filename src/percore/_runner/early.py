@@ -80,6 +80,12 @@ def keep_warm(options: RunnerOptions) -> None:
             servers.keep(ENTRY.partition(":")[0])
 
 
+def holds_fork_servers() -> bool:
+    """Whether this thread is in the middle of a step of the fork servers, for whose end runners of other threads may wait."""
+    fork_servers = sys.modules.get("percore._engines.processes.fork_servers")
+    return fork_servers is not None and fork_servers.servers.are_held()
+
+
 def cool_down() -> None:
     """Undo `keep_warm`. If no runner is open, this ends the fork server and waits until it is dead."""
     fork_servers = sys.modules.get("percore._engines.processes.fork_servers")

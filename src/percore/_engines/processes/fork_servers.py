@@ -157,6 +157,10 @@ class ForkServers:
         self._retired: list[ForkServerProcess] = []  # they get no new requests, and each ends with the last of its workers
         self.untold: list[ForkServerProcess] = []  # they died by themselves and are reaped, but `tell` has not reported them yet
 
+    def are_held(self) -> bool:
+        """Whether this thread is in the middle of a step: other threads wait until it has ended."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]  # as `threading.Condition` asks
+
     def join(self, member: object) -> None:
         with self._lock:
             self._members.add(member)
