@@ -519,6 +519,24 @@ async def test_r3_a_bell_nobody_hears_fills_up_and_nothing_is_lost(closed_pair: 
     await until(lambda: not closed_pair.up.is_behind())
 
 
+async def test_a_full_bell_is_rung_later_though_the_loop_has_lost_who_waits_for_it(
+    closed_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a Ctrl-C just before the callback."""
+    channel = closed_pair.up.channel
+    closed_pair.up.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "_watch_bell", lambda _: None)
+        for number in range(500):
+            channel.send(1, number, None)
+            channel.flush()
+            await asyncio.sleep(0)
+    channel.catch_up()
+    closed_pair.down.open()
+    assert [call_id for _, call_id, _ in await closed_pair.down.receive(500)] == list(range(500))
+    await until(lambda: not channel._bell_waits)
+
+
 async def test_closing_while_the_bell_is_full(closed_pair: Pair) -> None:
     closed_pair.up.open()
     for number in range(500):

@@ -239,6 +239,8 @@ class Channel:
     def catch_up(self) -> None:
         """Do what the loop was to do soon, in case it has lost that."""
         self._ends_turn = self._is_lazy = False
+        if self._bell_waits:
+            self._watch_bell()
         self.flush()
 
     def send_payload(
