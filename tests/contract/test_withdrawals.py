@@ -15,11 +15,12 @@ from typing import Any, Final, NoReturn, cast
 import pytest
 
 from percore import Rate, Runner, Stream
+from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
 from tests.contract import stream_jobs as streams
 from tests.counts import LONG, times
 from tests.fakes import FakeRunner
-from tests.internals import audit_of, supervisor_of
+from tests.internals import audit_of, members_of, sent_by, supervisor_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio_only
@@ -137,6 +138,42 @@ async def a_map(runner: Runner, at: int) -> str:
     return collection.place
 
 
+async def a_map_without_keys(runner: Runner, at: int) -> str:
+    return await a_map_of(runner, at, jobs.aecho)
+
+
+async def a_map_in_batches(runner: Runner, at: int) -> str:
+    return await a_map_of(runner, at, jobs.echo)
+
+
+async def a_map_of(runner: Runner, at: int, fn: Callable[..., Any]) -> str:
+    results = runner.map(fn, range(5))
+    collection = Collection(at, lambda: now(results.aclose()))
+    with collection.on():
+        await ends(results.collect())
+    return collection.place
+
+
+async def a_broadcast_that_waits(runner: Runner, at: int) -> str:
+    """Its coroutine is closed, as that of a task that nobody refers to any more."""
+    (member,) = members_of(runner)
+    before = member.tickets
+    busy = [asyncio.ensure_future(runner.broadcast(asyncio.sleep, 0)) for _ in range(MOST_BROADCASTS)]
+    await asyncio.sleep(0)
+    coroutine = cast("Coroutine[Any, Any, Any]", runner.broadcast(jobs.aecho, 1))
+    coroutine.send(None)
+    (call,) = supervisor_of(runner).calls.broadcasts.calls()
+    collection = Collection(at, coroutine.close)
+    with collection.on():
+        await ends(asyncio.gather(*busy))
+        await ends(call)
+    coroutine.close()
+    assert member.tickets == before, collection.place
+    return collection.place
+
+
+OPTIONS: Final[dict[Any, dict[str, Any]]] = {a_broadcast_that_waits: {"max_tasks_per_worker": 10_000}}
+
 WAYS: Final = (
     a_new_stream,
     a_new_stream_that_waits,
@@ -145,6 +182,9 @@ WAYS: Final = (
     a_waiting_call_with_a_rate,
     a_call_that_is_tried_again,
     a_map,
+    a_map_without_keys,
+    a_map_in_batches,
+    a_broadcast_that_waits,
 )
 
 
@@ -155,7 +195,7 @@ async def test_c1_a_withdrawal_in_the_middle_of_any_step_leaves_nothing(
     way: Callable[[Runner, int], Coroutine[Any, Any, str]],
 ) -> None:
     at = 0
-    async with FakeRunner(1, concurrency=2, max_pending=100) as runner:
+    async with FakeRunner(1, concurrency=2, max_pending=100, **OPTIONS.get(way, {})) as runner:
         supervisor = supervisor_of(runner)
         while place := await way(runner, at):
             at += times(7, 1)
@@ -168,6 +208,35 @@ async def test_c1_a_withdrawal_in_the_middle_of_any_step_leaves_nothing(
             assert runner.statistics().restarts == 0, place
             audit_of(runner).check()
     assert at > 10
+
+
+async def test_c1_a_broadcast_that_is_withdrawn_as_its_worker_has_a_place_again_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And it takes none of the calls that the worker may begin, and gives none back."""
+    async with FakeRunner(1, max_tasks_per_worker=10) as runner:
+        (member,) = members_of(runner)
+        busy = [asyncio.ensure_future(runner.broadcast(asyncio.sleep, 0)) for _ in range(MOST_BROADCASTS)]
+        await asyncio.sleep(0)
+        coroutine = cast("Coroutine[Any, Any, Any]", runner.broadcast(jobs.aecho, 1))
+        coroutine.send(None)
+        broadcasts = supervisor_of(runner).calls.broadcasts
+        fill = broadcasts.fill
+
+        def struck(*args: Any) -> Iterator[Any]:
+            for found in fill(*args):
+                coroutine.close()
+                yield found
+
+        monkeypatch.setattr(broadcasts, "fill", struck)
+        with sent_by(runner) as sent:
+            await ends(asyncio.gather(*busy))
+            async with asyncio.timeout(20):
+                await until(lambda: not broadcasts.waiting)
+            assert await runner.run(jobs.aecho, 2) == 2
+        assert len(sent) == 1
+        assert member.tickets == 9
+        audit_of(runner).check()
 
 
 class Closes:

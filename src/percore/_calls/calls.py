@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from math import inf
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Protocol
 
 from percore._calls.functions import Function
 from percore._calls.policy import CallPlan, Policy
@@ -27,9 +27,6 @@ from percore._common.tracing import Span
 from percore._protocol.interfaces import Fate
 from percore._protocol.messages import BrokenFrame, Payload
 from percore._scheduler.queues import Queue
-
-WITHDRAWN: Final = object()
-"""The body of a call that was cancelled while it waited. It must not be sent any more."""
 
 
 class Owner(Protocol):

@@ -242,14 +242,6 @@ class Dispatch(Generic[C, S]):
         else:
             self.keys.cancelled(call.key, home)
 
-    def was_taken(self, call: C, queue: Queue[C, S] | None = None) -> None:
-        """Take `ended` back: the call had left its queue before it was cancelled."""
-        home = self.singles[call.kind] if queue is None else queue
-        if call.key is None:
-            home.ended -= 1
-        else:
-            self.keys.was_taken(call.key, home)
-
     def remove(self, call: C, queue: Queue[C, S] | None = None) -> None:
         """Remove a call from its queue, if it waits there. Slow (it searches the queue); used after errors of percore itself."""
         home = self.singles[call.kind] if queue is None else queue

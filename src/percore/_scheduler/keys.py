@@ -386,12 +386,6 @@ class Keys(Generic[C, S]):
         if not lane.calls:
             self._note(lane.key)
 
-    def was_taken(self, name: Hashable, queue: Lanes[C, S]) -> None:
-        """Take `cancelled` back: the call had left its lane before."""
-        queue.count += 1
-        if (lane := queue.lanes.get(name)) is not None:
-            lane.ended -= 1
-
     def remove(self, call: C, queue: Lanes[C, S]) -> None:
         """Remove a call from this queue. Does nothing if it does not wait there."""
         key = self._keys.get(call.key)

@@ -40,7 +40,7 @@ class Broadcasts:
         if member is not None:
             calls = self.waiting[member]
             del calls[call]
-            if not calls:
+            if not calls and self.waiting.get(member) is calls:  # else a garbage collection has removed the others meanwhile
                 del self.waiting[member]
 
     def fill(self, seats: Container[PoolWorker]) -> Iterator[tuple[PendingCall, PoolWorker, bool]]:

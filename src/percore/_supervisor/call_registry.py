@@ -10,7 +10,7 @@ from collections import deque
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from percore._calls.calls import WITHDRAWN, Awaited, Outcome, PendingCall
+from percore._calls.calls import Awaited, Outcome, PendingCall
 from percore._calls.items import Batch, RunningMap
 from percore._calls.shared_objects import Shares
 from percore._common.errors import as_error
@@ -148,7 +148,10 @@ class CallRegistry:
             self.cancelled(call)
 
     def accept(self, call: PendingCall) -> None:
-        """Send a call, or queue it. An error ends the call."""
+        """Send a call, or queue it. An error ends the call.
+
+        No code of the user knows the call yet: so it is not cancelled between its choice of a worker and its sending.
+        """
         meter = call.function.meter
         meter.left = left = meter.left - 1
         call.accepted = 0 if left else meter.mark()
@@ -189,24 +192,33 @@ class CallRegistry:
         call.accepted = 0 if left else meter.mark()
         if not self.watch.is_armed:
             self.watch.arm()
+        outer, self.is_moving = self.is_moving, True
         try:
-            if self.broadcasts.has_place(member):
-                member.send(call)
-            else:
+            if not self.broadcasts.has_place(member):
                 self.broadcasts.add(call, member)
+            elif not self._was_withdrawn(call):
+                member.send(call)
         except BaseException as error:
             self.failed_with(call, error, member)
+        finally:
+            self.is_moving = outer
+            self.moved()
 
     def send_broadcasts(self) -> None:
         """Send the calls of broadcasts whose workers have a place now, and end those whose workers take no more calls."""
-        for call, member, is_seated in self.broadcasts.fill(self.dispatch.seats):
-            try:
-                if is_seated:
-                    member.send(call)
-                else:
-                    self.hand_on(member, call)
-            except BaseException as error:
-                self.failed_with(call, error, member)
+        outer, self.is_moving = self.is_moving, True
+        try:
+            for call, member, is_seated in self.broadcasts.fill(self.dispatch.seats):
+                try:
+                    if not is_seated:
+                        self.hand_on(member, call)
+                    elif not self._was_withdrawn(call):
+                        member.send(call)
+                except BaseException as error:
+                    self.failed_with(call, error, member)
+        finally:
+            self.is_moving = outer
+            self.moved()
 
     def again(self, call: PendingCall, delay: float) -> None:
         """Attempt a call once more after `delay` seconds. The call has left its worker, and keeps its pickled arguments."""
@@ -383,11 +395,10 @@ class CallRegistry:
         if os.getpid() != self._pid:  # a copy of the call in a fork of this process, which has no workers
             return
         member: PoolWorker | None = call.member
-        if member is None and self.is_moving and call.kind != Kind.BROADCAST:
+        if member is None and self.is_moving:
             self.withdrawn.add(call)
         elif member is None:
             self.release(call)
-            call.body = WITHDRAWN  # a garbage collection may do this when the call has left its queue, and is about to be sent
             if call.kind == Kind.BROADCAST:
                 self.broadcasts.remove(call)
             elif call in self.retries.delayed:

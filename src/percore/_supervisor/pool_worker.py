@@ -9,7 +9,7 @@ from array import array
 from math import frexp
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from percore._calls.calls import WITHDRAWN, PendingCall
+from percore._calls.calls import PendingCall
 from percore._calls.functions import Function
 from percore._common.measuring import Histogram
 from percore._common.worker_errors import WorkerDied
@@ -46,7 +46,7 @@ class PoolWorker:
     # 5 % longer. `__dict__` is for the `send` of `limit`.
     __slots__ = (
         "__dict__", "__weakref__", "_aside", "_batched", "_begin_by", "_channel", "_holders", "_left", "_lowered", "_moved",
-        "_note_ahead", "_ran", "_reasons", "_shares", "_spares", "_timeout", "_turn", "_was_taken", "asked_at", "calls",
+        "_note_ahead", "_ran", "_reasons", "_shares", "_spares", "_timeout", "_turn", "asked_at", "calls",
         "deadline", "defined", "done", "end", "failed", "failure", "families", "free", "gave_back", "generation", "index",
         "is_holding", "is_interrupted", "is_sending", "killed_why", "life", "load", "memory", "parked", "places", "recalling",
         "retried", "run_times", "started_at", "stride", "tell", "timer", "was_ready", "worker"
@@ -85,7 +85,7 @@ class PoolWorker:
         self._timeout: float | None = None
         """The body of the last TIMEOUT."""
         self._left, self._lowered, self._moved = dispatch.left, dispatch.lowered, dispatch.moved
-        self._note_ahead, self._was_taken = dispatch.recalls.note_ahead, dispatch.was_taken
+        self._note_ahead = dispatch.recalls.note_ahead
         self.is_sending = False
         """Whether a call is being sent. Code that a garbage collection runs meanwhile must not overtake it by a CANCEL."""
         self.is_holding = False
@@ -175,7 +175,7 @@ class PoolWorker:
         if body is None:
             self._batched += call.size - 1
         # A garbage collection may run user code that cancels the call. From here on, that code finds the call here, and the CANCEL
-        # waits until the call is sent. Before this line, it found that the call waits: the body is WITHDRAWN then.
+        # waits until the call is sent. Before this line, `CallRegistry.withdrawn` takes the call.
         was_sending, self.is_sending = self.is_sending, True
         try:
             number = call.function.number
@@ -187,8 +187,6 @@ class PoolWorker:
                 self.tell(number, call_id, body)
             elif body is None:
                 self.tell(BATCH, call_id, call.message())
-            elif body is WITHDRAWN:
-                self._drop(call)
             else:
                 if self._holders and call in self._holders:
                     self._shares.introduce(self, call)
@@ -199,13 +197,6 @@ class PoolWorker:
                     self.tell(number, call_id, body)
         finally:
             self.is_sending = was_sending
-
-    def _drop(self, call: PendingCall) -> None:
-        """Give a call's place back: the call was cancelled after it had left its queue, which counts it as one that ends there."""
-        self.give_up(call)
-        self.unbegun(1)
-        if call.kind != Kind.BROADCAST:
-            self._was_taken(call, call.queue)
 
     def limit(self) -> None:
         """From now on, tell the worker by when calls must begin, and for how long they may run.
