@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn, cast
 import pytest
 
 from percore import Rate, Runner, Stream
+from percore._calls.items import Batch
 from percore._scheduler.places import MOST_BROADCASTS
 from tests import jobs
 from tests.contract import stream_jobs as streams
@@ -210,7 +211,7 @@ async def test_c1_a_withdrawal_in_the_middle_of_any_step_leaves_nothing(
     assert at > 10
 
 
-async def test_c1_a_broadcast_that_is_withdrawn_as_its_worker_has_a_place_again_is_not_sent(
+async def test_c1_a_broadcast_that_is_withdrawn_as_its_worker_has_a_place_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And it takes none of the calls that the worker may begin, and gives none back."""
@@ -236,6 +237,28 @@ async def test_c1_a_broadcast_that_is_withdrawn_as_its_worker_has_a_place_again_
             assert await runner.run(jobs.aecho, 2) == 2
         assert len(sent) == 1
         assert member.tickets == 9
+        audit_of(runner).check()
+
+
+async def test_c1_a_batch_whose_map_is_closed_as_it_is_taken_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeRunner(1) as runner:
+        results = runner.map(jobs.echo, range(5))
+        dispatch = supervisor_of(runner).dispatch
+        fill = dispatch.fill
+        taken: list[Any] = []
+
+        def struck(kind: int) -> Iterator[Any]:
+            for found in fill(kind):
+                taken.append(found[0])
+                now(results.aclose())
+                yield found
+
+        monkeypatch.setattr(dispatch, "fill", struck)
+        with sent_by(runner) as sent:
+            await ends(results.collect())
+        assert [type(call) for call in taken] == [Batch]
+        assert sent == []
+        assert await runner.run(jobs.aecho, 2) == 2
         audit_of(runner).check()
 
 

@@ -78,6 +78,7 @@ BREAKS: Final[dict[str, tuple[Callable[[World], object], str]]] = {
     "a removed slot that has a worker": (lambda one: one.supervisor.slots.pop(), "was removed"),
     "slots that have changed places": (lambda one: one.supervisor.slots.reverse(), "not where its index says"),
     "a worker that takes calls twice": (lambda one: one.supervisor.dispatch.seats.extend(one.supervisor.dispatch.seats), "twice"),
+    "a killed worker that takes calls": (lambda one: setattr(member_of(one), "killed_why", "a test"), "was killed"),
     "a worker that may end when it likes": (late, "for as long as it likes"),
 }
 
@@ -120,6 +121,7 @@ def undo_of(one: World) -> Callable[[], None]:
             supervisor.members.add(member)
             member.free[:], member.load[:], member.life.state = free, load, state
             member.parked.clear()
+            member.killed_why = ""
         for call, member in calls:
             call.member = member
         queue.clear()

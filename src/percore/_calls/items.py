@@ -191,7 +191,7 @@ class Batch(CallBase):
         wanted = max(0, number - self.run.start)
         if wanted < self.wanted:
             self.wanted = wanted
-            if self.member is not None:
+            if self.member is not None or not wanted:  # without a worker: it is about to be sent
                 self.map.owner.cancelled(self)
 
     def running(self, fate: Fate) -> int:

@@ -132,6 +132,7 @@ class Audit:
             assert seat in members, f"{seat.name} takes calls, and was buried"
             is_ending = seat.life.state is not State.READY and self._calls.phase.begins
             assert not is_ending, f"{seat.name} takes calls, and is {seat.life.state.value}"
+            assert not seat.killed_why, f"{seat.name} takes calls, and was killed: {seat.killed_why}"
 
 
 def _check_calls(member: PoolWorker) -> None:

@@ -290,6 +290,7 @@ class CallRegistry:
         if call not in self.withdrawn:
             return False
         self.release(call)
+        call.left()
         if call.key is not None:
             self.dispatch.unsent(call)
         return True
@@ -366,7 +367,9 @@ class CallRegistry:
         """Queue a call again that was chosen for a worker which may not begin it."""
         if isinstance(call, Batch):
             call.map.left(call)
-            self.put_back(call.map, call.run)
+            run = call.rest(0)
+            if run is not None:
+                self.put_back(call.map, run)
         else:
             self.dispatch.untaken(call, call.queue)
 
@@ -403,7 +406,7 @@ class CallRegistry:
                 self.broadcasts.remove(call)
             elif call in self.retries.delayed:
                 self.retries.drop(call)
-            elif call not in self.loose:
+            elif call not in self.loose and type(call) is not Batch:  # no batch waits, and one that an error has lost is nowhere
                 self.dispatch.ended(call, call.queue)
             self._progress.look_idle()
         elif call.call_id in member.parked:
@@ -467,10 +470,10 @@ class CallRegistry:
 
     def release(self, call: Outcome) -> None:
         """Release the call's arguments and the shared objects it holds. No attempt of the call will follow."""
-        if call.body is None:  # a batch: its items are scalars or small pickles, which hold no slots
-            return
         if self.withdrawn:
             self.withdrawn.discard(call)
+        if call.body is None:  # a batch: its items are scalars or small pickles, which hold no slots
+            return
         self._free(call, ())
         if self.shares.held:
             self.shares.drop(call)
