@@ -7,6 +7,7 @@ percore.
 """
 
 import asyncio
+import contextlib
 import functools
 import gc
 import itertools
@@ -31,6 +32,7 @@ from tests.counts import LONG
 from tests.fakes import FakeRunner
 from tests.internals import supervisor_of
 from tests.strikes import Fault, Strike
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio_only
 
@@ -285,7 +287,7 @@ def submits(code: CodeType) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_qualname != "Feeder._submit":
         frame = frame.f_back
-    return frame is not None and code.co_filename.startswith(SOURCE)
+    return frame is not None and code.co_filename.startswith(SOURCE) and code.co_name != "note"  # of the audit, by a collection
 
 
 @pytest.mark.loop_reports  # of a feeder that was interrupted
@@ -304,6 +306,40 @@ async def test_p6_a_map_ends_after_a_ctrl_c_at_each_step_of_an_item(fn: Any, key
             if not strike.name:
                 break
         assert at > 5
+
+
+@pytest.mark.parametrize("step", ["Keys.left", "Keys.ended", "CallRegistry.returned", "CallRegistry.put_back"])
+def test_p6_calls_end_after_a_ctrl_c_as_others_end_or_come_back(step: str, tmp_path: Path, sixteen: None) -> None:
+    """The worker is killed. The key of its calls is free, and what it had handed back is not lost."""
+    log, gate = Log(tmp_path / "log"), Gate(tmp_path / "gate")
+    strike = Strike(0, lambda code: code.co_qualname == step, ctrl_c)
+
+    async def use() -> list[Any]:
+        async with FakeRunner(1, concurrency=1, threads=1) as runner:
+            keyed = [runner.options(key="a", retries=1).submit(jobs.aecho, i) for i in range(4)]
+            plain = [outcome(runner.submit(jobs.wait, log.path, gate.path, i)) for i in range(2)]
+            mapped = outcome(runner.map(functools.partial(jobs.wait, log.path, gate.path), range(32)).collect())
+            rest = asyncio.gather(*plain, mapped)
+            await log.next()
+            reloading = asyncio.ensure_future(outcome(runner.reload()))  # what has not begun comes back
+            async with asyncio.timeout(5):
+                await until(lambda: bool(strike.name))
+                gate.open()
+                await asyncio.gather(*keyed, rest, reloading)
+            return [call.result() for call in keyed]
+
+    with asyncio.Runner() as loop, strike.on():
+        task = loop.get_loop().create_task(use())
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                loop.get_loop().run_until_complete(task)
+    gate.close()
+    log.close()
+    assert task.result() == [0, 1, 2, 3]
+
+
+def ctrl_c() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ were queued ahead.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from operator import methodcaller
 from typing import Final, Generic
 
@@ -441,6 +441,12 @@ class Dispatch(Generic[C, S]):
             yield from list(queue.calls)
             for lane in list(queue.lanes.values()):
                 yield from list(lane.calls)
+
+    def recount(self, under_way: Mapping[Hashable, int]) -> None:
+        """Go on after an interrupted step. `under_way`: how many calls of each key are in workers."""
+        for queue in (*self.keys.recount(under_way), *self.singles, *self._maps):
+            if queue.by_seat or (isinstance(queue, Queue) and (queue.calls or queue.batches)):
+                self._list(queue)
 
     def check_counts(self) -> None:
         """Check that each queue and lane counts its cancelled calls. Slow: for the audit.

@@ -17,7 +17,7 @@ more than a call. At most `KEPT` idle keys are kept, or as many as there are oth
 
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Final, Generic
 
@@ -441,6 +441,20 @@ class Keys(Generic[C, S]):
             self._calm(key)
         listed = [lane.queue for lane in list(key.lanes.values()) if lane.calls and self._list(lane)]
         if running == 1:
+            self._note(key)
+        return listed
+
+    def recount(self, under_way: Mapping[Hashable, int]) -> Iterable[Lanes[C, S]]:
+        """Take over how many calls of each key are under way. Return the queues from which a call may be sent now.
+
+        To be called when an interrupted step may have lost count.
+        """
+        listed: dict[Lanes[C, S], None] = {}
+        for key in list(self._keys.values()):
+            key.running = under_way.get(key.name, 0)
+            if key.round != self.round or not key.running:
+                self._place(key)
+            listed.update((lane.queue, None) for lane in list(key.lanes.values()) if lane.calls and self._list(lane))
             self._note(key)
         return listed
 

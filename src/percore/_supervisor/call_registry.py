@@ -6,7 +6,7 @@ kinds of calls wait elsewhere: those between two attempts in Retries, and those 
 """
 
 import os
-from collections import deque
+from collections import Counter, deque
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -133,6 +133,11 @@ class CallRegistry:
         if self._unsent_cancels:
             steps.append(self._cancel_sent)
         Faults("lost callbacks were made up for").run(*steps)
+
+    def recount(self) -> None:
+        """Go on after a step that a Ctrl-C has interrupted: it may have lost count of the calls of a key, or a turn."""
+        held = [call for member in list(self.members) for call in list(member.calls.values())]
+        self.dispatch.recount(Counter(call.key for call in held if call.key is not None and call.kind != Kind.BROADCAST))
 
     def pending(self) -> list[PendingCall]:
         """Return all calls that have not ended, and maybe some that have, but no items that wait to be sent in batches."""

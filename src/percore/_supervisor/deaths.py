@@ -38,6 +38,9 @@ class Deaths:
             if faults.last is not None:
                 self._give_up(member, call, faults)
         self._return(member, faults)
+        if member.is_interrupted:
+            with faults:
+                self._calls.recount()
         return has_begun
 
     def _end(self, member: PoolWorker, call: PendingCall, fate: Fate, faults: Faults) -> None:

@@ -472,6 +472,8 @@ class Outcomes:
         outer, calls.is_moving = calls.is_moving, True
         try:
             self._came_back(member, call)
+        except BaseException as error:
+            calls.failed_with(call, error)
         finally:
             calls.is_moving = outer
             calls.moved()
@@ -494,12 +496,16 @@ class Outcomes:
         if type(count) is not int:
             raise BrokenFrame("a batch came back without a number of items")
         run = batch.gave_back(count)
-        member.shrink(count)
-        member.unbegun(count)
-        if not batch.outstanding:
-            member.take(batch.call_id)
-        if run is not None:
-            self._calls.put_back(batch.map, run)
+        try:
+            member.shrink(count)
+            member.unbegun(count)
+            if not batch.outstanding:
+                member.take(batch.call_id)
+            if run is not None:
+                self._calls.put_back(batch.map, run)
+        except BaseException as error:  # a Ctrl-C: they left the batch, so the death of the worker will not tell the map of them
+            batch.map.broke(error)
+            raise
 
 
 def _timed(meter: Meter, pickled: Any) -> Any:
