@@ -342,6 +342,35 @@ def ctrl_c() -> NoReturn:
     raise KeyboardInterrupt
 
 
+@pytest.mark.loop_reports  # of the audit: the count is wrong until the supervisor catches up
+async def test_p6_a_close_ends_after_a_ctrl_c_as_a_waiting_call_was_cancelled(log: Log, gate: Gate) -> None:
+    """It came after the future was cancelled, and before its queue counted that. The map has a queue that takes turns with it."""
+    strike = Strike(0, lambda code: code.co_qualname == "CallRegistry.cancelled", ctrl_c)
+    async with FakeRunner(1, concurrency=1) as runner:
+        first = runner.submit(jobs.await_, log.path, gate.path, 1)
+        await log.next()
+        mapped = asyncio.ensure_future(runner.map(jobs.aecho, range(3)).collect())
+        call = runner.submit(jobs.aecho, 2)
+        with pytest.raises(KeyboardInterrupt), strike.on():
+            call.cancel()
+        await until(lambda: runner.statistics().queued == 4)
+        gate.open()
+        await asyncio.gather(first, mapped)
+        supervisor_of(runner).catch_up()  # as the loop does while calls seem to wait
+        async with asyncio.timeout(5):
+            await runner.aclose()
+
+
+@pytest.mark.loop_reports  # of the interrupt
+async def test_p6_a_map_ends_after_a_ctrl_c_as_the_result_of_an_item_arrives() -> None:
+    strike = Strike(0, lambda code: code.co_qualname == "InFlight.ended", interrupt)
+    async with FakeRunner(1) as runner:
+        with strike.on():
+            async with asyncio.timeout(5):
+                with pytest.raises(RuntimeError, match="Interrupted"):
+                    await runner.map(jobs.aecho, [1], key=str)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_fault_at_each_step_of_a_burial(tmp_path: Path, sixteen: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,12 +116,20 @@ class Item(CallBase):
     def deliver(self, value: Any, size: int) -> None:
         """End with this result, whose pickle had `size` bytes."""
         self._is_done = True
-        self.map.ended(self.number, [value], self._size, size)
+        try:
+            self.map.ended(self.number, [value], self._size, size)
+        except BaseException as error:  # a Ctrl-C, as in `Batch.values`
+            self.map.broke(error)
+            raise
 
     def set_exception(self, error: BaseException) -> None:
         """End with this error."""
         self._is_done = True
-        self.map.failed(self.number, error, self._size)
+        try:
+            self.map.failed(self.number, error, self._size)
+        except BaseException as failure:
+            self.map.broke(failure)
+            raise
 
     def abandon(self, error: BaseException) -> None:
         self.map.runs_on(self)

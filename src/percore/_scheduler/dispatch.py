@@ -444,9 +444,19 @@ class Dispatch(Generic[C, S]):
 
     def recount(self, under_way: Mapping[Hashable, int]) -> None:
         """Go on after an interrupted step. `under_way`: how many calls of each key are in workers."""
-        for queue in (*self.keys.recount(under_way), *self.singles, *self._maps):
-            if queue.by_seat or (isinstance(queue, Queue) and (queue.calls or queue.batches)):
+        for queue in self.keys.recount(under_way):
+            self._list(queue)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Let queues take turns, and count nothing in empty ones, in case a step that was to do so was interrupted."""
+        for queue in (*self.singles, *self._maps):
+            if queue.calls or queue.batches or queue.by_seat:
                 self._list(queue)
+            if not queue.calls:
+                queue.ended = 0
+            if queue.count and not any(lane.calls for lane in list(queue.lanes.values())):
+                queue.count = 0
 
     def check_counts(self) -> None:
         """Check that each queue and lane counts its cancelled calls. Slow: for the audit.

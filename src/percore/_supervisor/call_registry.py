@@ -132,6 +132,7 @@ class CallRegistry:
             steps.append(self._refuse_more)
         if self._unsent_cancels:
             steps.append(self._cancel_sent)
+        steps.append(self.dispatch.catch_up)
         Faults("lost callbacks were made up for").run(*steps)
 
     def recount(self) -> None:

@@ -177,12 +177,13 @@ class Closing:
             self._kill_timer = DeadlineTimer(self._loop, self._kill_after, self.kill_all)
 
     def catch_up(self) -> None:
-        """Go on with a close whose timer the loop has lost."""
+        """Go on with a close whose timer, or whose last look, the loop has lost."""
         if self._grace_timer is not None and is_lost(self._grace_timer, self._loop):
             self._grace_timer.cancel()
             self._cut()
         if self._kill_timer is not None:
             self._kill_timer.catch_up()
+        self.look()
 
     def _stop_timers(self) -> None:
         for timer in (self._grace_timer, self._kill_timer):

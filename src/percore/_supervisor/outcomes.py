@@ -143,8 +143,8 @@ class Outcomes:
                                 """Its task was cancelled since it was asked: see `endings`."""
                         call.is_over = True
                         del calls[call_id]
-                        free.append(call_id + stride)
                         load_of[call.kind] -= 1
+                        free.append(call_id + stride)
                         if call.key is not None:
                             left(call)
                         if (meter := call.function.meter) is counted:
@@ -175,8 +175,8 @@ class Outcomes:
                                 return
                             continue
                         del calls[call_id]
-                        free.append(call_id + stride)
                         load_of[call.kind] -= 1
+                        free.append(call_id + stride)
                         call.member = None
                         if call.key is not None:
                             left(call)

@@ -286,14 +286,16 @@ class PoolWorker:
         Raises:
             KeyError: the worker has no such call.
         """
-        # First all counts, with nothing between them that can fail: they must agree with `calls`.
-        call = self.calls.pop(call_id)
-        if self._reasons and self._reasons.pop(call_id, 0):
-            self._come_back(call.kind)
-        self.free.append(call_id + self.stride)
+        # First all counts, with nothing between them that can fail: they must agree with `calls`. Up to `append` no function is
+        # called, at whose end a Ctrl-C may come.
+        call = self.calls[call_id]
+        del self.calls[call_id]
         self.load[call.kind] -= 1
         self._batched -= call.outstanding - 1
         call.member = None
+        self.free.append(call_id + self.stride)
+        if self._reasons and self._reasons.pop(call_id, 0):
+            self._come_back(call.kind)
         is_parked = call_id in self.parked
         self.parked.discard(call_id)
         self._lowered(self)
