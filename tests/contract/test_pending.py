@@ -1,6 +1,7 @@
 """max_pending: at most so many calls are accepted and not done."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import CodeType
@@ -14,7 +15,7 @@ from tests.contract import stream_jobs as streams
 from tests.contract.conftest import MakeRunner, worker_of
 from tests.contract.pipes import Gate, Log
 from tests.fakes import FakeRunner
-from tests.internals import supervisor_of
+from tests.internals import items_ready, members_of, supervisor_of
 from tests.strikes import Strike
 from tests.waiting import until
 
@@ -301,6 +302,41 @@ async def test_p6_a_ctrl_c_while_a_call_enters_keeps_no_place(way: str) -> None:
                     break
                 places.append(strike.name)
             assert len(places) > 2, places
+
+
+async def used_up(runner: percore.Runner) -> "percore.Stream[int]":
+    """A stream that waits for its consumer, who has taken one item."""
+    stream = runner.options(prefetch=1).stream(streams.anumbers, 1_000_000)
+    assert await anext(stream) == 0
+    await until(lambda: items_ready(stream) == 1)
+    return stream
+
+
+def ends_a_stream(code: CodeType) -> bool:
+    """Whether it is one of the functions that the end of a stream calls."""
+    rooms = ("/_calls/streams.py", "/_common/endings.py", "/_common/sure_handles.py")
+    return code.co_filename.endswith(rooms) and code.co_name in ("_wake", "wake", "settle", "cancel")
+
+
+@pytest.mark.asyncio_only
+async def test_p6_a_ctrl_c_while_a_stream_ends_keeps_no_place_and_no_generator() -> None:
+    async with FakeRunner(1, max_pending=1) as runner:
+        admission: Any = supervisor_of(runner).admission
+        (member,) = members_of(runner)
+        places = []
+        for at in itertools.count():
+            stream = await used_up(runner)
+            closing = stream.aclose()
+            strike = Strike(at, ends_a_stream, interrupt)
+            with strike.on(), contextlib.suppress(Interrupted):
+                closing.send(None)
+            closing.close()
+            async with asyncio.timeout(5):
+                await until(lambda: not admission._inside and not member.calls)
+            if not strike.name:
+                break
+            places.append(strike.name)
+        assert len(places) > 2, places
 
 
 async def test_broadcast_is_beside(make: MakeRunner, log: Log, gate: Gate) -> None:

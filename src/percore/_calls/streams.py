@@ -150,10 +150,12 @@ class StreamCall(CallBase):
         self.error = None
         if not self.done():
             was_submitted = self._phase is not StreamPhase.NEW
-            self._end(None)
-            if was_submitted:
-                self._come_back()
-                self.owner.cancelled(self)
+            try:
+                self._end(None)
+            finally:  # also after a Ctrl-C: else its worker would not close the generator
+                if was_submitted:
+                    self._come_back()
+                    self.owner.cancelled(self)
 
     def _grant(self) -> None:
         self._is_granting = False
@@ -269,9 +271,11 @@ class StreamCall(CallBase):
 
     def abandon(self, error: BaseException) -> None:
         """End with this error, and have the worker close the generator."""
-        self._end(error)
-        self._come_back()
-        self.owner.cancelled(self)
+        try:
+            self._end(error)
+        finally:  # as in `close`
+            self._come_back()
+            self.owner.cancelled(self)
 
     def failed_late(self, error: BaseException) -> None:
         """Take an error of the generator that has come after the consumer left. `gone` raises it, or else the loop reports it."""
@@ -286,7 +290,8 @@ class StreamCall(CallBase):
         self._is_aside = False
         if self._phase is StreamPhase.ENDING:  # handed back or lost: it must not begin elsewhere while the runner closes
             self._end(RunnerClosed(CUT_OFF))
-        wake(self._gone)
+        if self._gone is not None and not self._gone.done():  # nobody cancels it: see `gone`
+            self._gone.set_result(None)
 
     def _end(self, error: BaseException | None) -> None:
         # Whoever calls this has asked before whether it is done. User code may have closed it since: the pickling of an argument
@@ -294,14 +299,16 @@ class StreamCall(CallBase):
         if self._phase is StreamPhase.OVER:
             return
         self._phase = StreamPhase.OVER
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
         self.error = error
-        self._wake()
-        if self.span is not None:
-            self.span.ended(error)
-        self.on_done()
+        try:
+            if self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
+            self._wake()
+            if self.span is not None:
+                self.span.ended(error)
+        finally:  # also after a Ctrl-C
+            self.on_done()
 
     def _report(self) -> None:
         failure, self._failure = self._failure, None
