@@ -339,6 +339,28 @@ async def test_p6_a_ctrl_c_while_a_stream_ends_keeps_no_place_and_no_generator()
         assert len(places) > 2, places
 
 
+async def a_failure(runner: percore.Runner) -> None:
+    await asyncio.wait([runner.options(key="key").submit(jobs.fail, ValueError())])
+
+
+async def a_closed_stream(runner: percore.Runner) -> None:
+    stream = runner.options(key="key").stream(streams.anumbers, 1_000_000)
+    assert await anext(stream) == 0
+    await stream.aclose()
+
+
+@pytest.mark.asyncio_only
+@pytest.mark.loop_reports
+@pytest.mark.parametrize("way", [a_failure, a_closed_stream])
+async def test_p6_a_ctrl_c_while_a_call_leaves_its_worker_frees_its_key(way: Callable[[percore.Runner], Awaitable[None]]) -> None:
+    async with FakeRunner(1) as runner, asyncio.timeout(10):
+        strike = Strike(0, lambda code: code.co_qualname == "Choice.lowered", interrupt)
+        with strike.on():
+            await way(runner)
+        assert strike.name
+        assert await runner.options(key="key").run(jobs.aecho, 1) == 1
+
+
 async def test_broadcast_is_beside(make: MakeRunner, log: Log, gate: Gate) -> None:
     async with make(2, max_pending=1) as runner:
         call = runner.submit(jobs.await_, log.path, gate.path, 0)

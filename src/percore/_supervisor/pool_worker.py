@@ -298,10 +298,12 @@ class PoolWorker:
             self._come_back(call.kind)
         is_parked = call_id in self.parked
         self.parked.discard(call_id)
-        self._lowered(self)
-        if call.key is not None:
-            self._left(call)
-        call.left()
+        try:
+            self._lowered(self)
+        finally:  # also after a Ctrl-C: nobody else frees its key, or wakes those who wait for its end
+            if call.key is not None:
+                self._left(call)
+            call.left()
         if is_parked and call.plan is not None and call.plan.terms is not None:
             self.tell(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
         if self.families and (family := self.families.pop(call_id, None)) is not None:
