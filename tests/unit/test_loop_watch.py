@@ -4,12 +4,15 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import Empty
+from typing import Any
 
 import pytest
 
 import percore
 from percore._runner import loop_watch
+from percore._runner.loop_watch import _STOP, _LoopWatcher
 
 
 class Seen(logging.Handler):
@@ -66,6 +69,52 @@ async def test_code_that_holds_the_gil_is_reported_afterwards(seen: Seen, monkey
     with percore.watch_loop(0.01):
         text = await asyncio.to_thread(seen.wait, "all threads with it")
     assert "the event loop was blocked for " in text
+
+
+class Pauses:
+    """A loop that runs each callback at once, and the queue of a watching thread. Each wait for a message that has not come ends.
+
+    `is_busy`: the loop runs the second callback of a number when it is sent the next number.
+    """
+
+    def __init__(self, is_busy: bool) -> None:
+        self._is_busy = is_busy
+        self._messages: list[tuple[int, float]] = []
+        self._late: list[Callable[[], None]] = []
+        self._sent: dict[int, int] = {}
+        self.count = 0
+
+    def call_soon_threadsafe(self, ran: Callable[[int], None], number: int) -> None:
+        if number > 10:
+            raise RuntimeError("too many")
+        self._sent[number] = self._sent.get(number, 0) + 1
+        if self._sent[number] == 2 and self._is_busy:
+            self._late.append(lambda: ran(number))
+            return
+        while self._late:
+            self._late.pop()()
+        ran(number)
+
+    def put(self, message: tuple[int, float]) -> None:
+        self._messages.append(message)
+
+    def get(self, timeout: float | None) -> tuple[int, float]:
+        if self._messages:
+            return self._messages.pop(0)
+        self.count += 1
+        if self.count > 3:
+            return 0, _STOP
+        raise Empty
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+def test_the_thread_pauses_after_each_callback(is_busy: bool, seen: Seen) -> None:
+    """The loop gets each callback twice. The second one must neither end the pause nor answer the next callback."""
+    loop: Any = Pauses(is_busy)
+    watcher = _LoopWatcher(loop, 1000.0)
+    watcher._heard = loop
+    watcher._run()
+    assert (loop.count, watcher._number, seen.texts) == (4, 3, [])
 
 
 async def test_wrong_use() -> None:

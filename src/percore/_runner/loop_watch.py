@@ -45,7 +45,7 @@ class _LoopWatcher:
         self._thread.join()
 
     def _run(self) -> None:
-        while self._hear(self._after / 2) != _STOP:  # no callback is under way that anybody waits for
+        while self._hear(self._after / 2) is None:  # no callback is under way that anybody waits for, so only _STOP can arrive
             started, used = monotonic(), process_time()
             self._number += 1
             try:
@@ -61,13 +61,13 @@ class _LoopWatcher:
         ran, is_late = None, True
         while ran is None and is_late:  # a wait in which this thread could not run either says nothing about the loop
             begun = monotonic()
-            ran = self._hear(self._after)
+            ran = self._hear(self._after, self._number)
             is_late = monotonic() - begun >= 2 * self._after
         if ran is None:
             seconds = f"{monotonic() - started:.1f}"
             report(logging.WARNING, "the event loop has been blocked for %s s:\n%s", seconds, self._stack())
             while ran is None:
-                ran = self._hear(None)
+                ran = self._hear(None, self._number)
             if ran != _STOP:
                 report(logging.WARNING, "the event loop goes on, after %s s", f"{ran - started:.1f}")
         elif ran != _STOP and held_the_gil(ran - started, process_time() - used, self._after):
@@ -82,13 +82,18 @@ class _LoopWatcher:
     def _ran(self, number: int) -> None:
         self._heard.put((number, monotonic()))
 
-    def _hear(self, seconds: float | None) -> float | None:
-        """Return when the loop has run the last callback, or _STOP. None: neither comes next within these seconds (None: ever)."""
-        try:
-            number, ran = self._heard.get(timeout=seconds)
-        except Empty:
-            return None
-        return ran if ran == _STOP or number == self._number else None
+    def _hear(self, seconds: float | None, number: int = 0) -> float | None:
+        """Return when the loop has run the callback of this number, or _STOP. None: neither comes in these seconds (None: ever).
+
+        The second callback of a number ends no pause and answers no later one. The seconds begin again with it: the loop runs.
+        """
+        while True:
+            try:
+                heard, ran = self._heard.get(timeout=seconds)
+            except Empty:
+                return None
+            if ran == _STOP or heard == number:
+                return ran
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._of_loop)
