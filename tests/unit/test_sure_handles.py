@@ -1,8 +1,10 @@
 """Callbacks that the loop calls although a Ctrl-C came just before one began, and the parts that need them."""
 
 import asyncio
+import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +86,53 @@ def test_it_is_called_once_and_again_after_a_ctrl_c(new_loop: Any, start: Start,
             assert (told, raised) == ([0, 1, 2, 3], [])
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("start", [soon, later])
+async def test_a_loop_that_takes_it_once(start: Start, error: type[BaseException]) -> None:
+    """After an Exception it is not called: its caller was told so. After a Ctrl-C it is called, without an error."""
+
+    def once(method: Callable[..., asyncio.Handle]) -> Callable[..., asyncio.Handle]:
+        def call(*args: Any) -> asyncio.Handle:
+            if taken:
+                raise error
+            taken.append(method(*args))
+            return taken[0]
+
+        return call
+
+    loop = asyncio.get_running_loop()
+    loop_once: Any = SimpleNamespace(time=loop.time, call_soon=once(loop.call_soon), call_at=once(loop.call_at))
+    told, taken = list[int](), list[asyncio.Handle]()
+    with pytest.raises(error):
+        start(loop_once, lambda: told.append(1))
+    await asyncio.sleep(0.01)
+    assert told == ([1] if error is KeyboardInterrupt else [])
+
+
+@pytest.mark.parametrize("is_called", [False, True], ids=["cancelled", "called"])
+async def test_it_keeps_nothing_alive_once_it_is_over(is_called: bool) -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.timer = surely_soon(asyncio.get_running_loop(), self.end)
+
+        def end(self) -> None:
+            pass
+
+    gc.disable()
+    try:
+        owner = Owner()
+        gone = weakref.ref(owner)
+        if is_called:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        else:
+            owner.timer.cancel()
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def a_retry(runner: Runner) -> None:

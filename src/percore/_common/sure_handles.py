@@ -26,24 +26,32 @@ class SureHandle:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float | None, callback: Callable[[], object]) -> None:
         """`seconds`: until it is called. None: in the next iteration of the loop."""
-        self._callback = callback
+        self._callback: Callable[[], object] | None = callback
         self._when = loop.time() + (seconds or 0.0)
-        run, when = self._run, self._when
-        handle = partial(loop.call_soon, run) if seconds is None else partial(loop.call_at, when, run)
-        self._handles: list[asyncio.Handle] = [handle(), handle()]
+        self._handles: list[asyncio.Handle] = []
+        try:
+            for _ in range(2):
+                self._handles.append(loop.call_soon(self._run) if seconds is None else loop.call_at(self._when, self._run))
+        except Exception:  # after a Ctrl-C the loop calls it by the handle that it has
+            self.cancel()
+            raise
 
     def when(self) -> float:
         """Return the time of the loop at which the callback is due."""
         return self._when
 
     def cancel(self) -> None:
-        """Do not call it any more. Idempotent."""
+        """Do not call it any more, and keep nothing of it alive. Idempotent."""
+        self._callback = None
         while self._handles:  # also breaks the circle of references
             self._handles.pop().cancel()
 
     def _run(self) -> None:
+        callback = self._callback
+        if callback is None:
+            return
         try:
-            self._callback()
+            callback()
         except Exception:
             self.cancel()
             raise
