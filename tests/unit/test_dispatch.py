@@ -1769,6 +1769,23 @@ def test_a_ctrl_c_as_calls_are_withdrawn_leaves_no_count(key: str | None) -> Non
     assert at > 3
 
 
+@pytest.mark.parametrize("key", [None, "a"])
+@pytest.mark.parametrize("per_key", [None, 1])
+def test_a_ctrl_c_as_a_call_begins_to_wait_leaves_no_count(key: str | None, per_key: int | None) -> None:
+    """The call that ends with it is removed."""
+    for at in itertools.count():
+        dispatch: Dispatch[Unit, Seat] = Dispatch(1, 1, per_key)
+        call = Call(TASK, 1, key)
+        strike = Strike(at, _decides, after_builtins=True)
+        with contextlib.suppress(Fault), strike.on():
+            dispatch.submitted(call)
+        dispatch.remove(call)
+        assert dispatch.waiting() == 0, strike.name
+        if not strike.name:
+            break
+    assert at > 0
+
+
 def _decides(code: CodeType) -> bool:
     return "/_scheduler/" in code.co_filename and code.co_name not in {"done", "untaken", "<genexpr>"}
 

@@ -221,8 +221,8 @@ class Keys(Generic[C, S]):
         if seat.load[call.kind] < places and (not calls or len(calls) == lane.ended):  # type: ignore[union-attr]
             key.running += 1
             return seat
+        queue.count += 1  # first: a Ctrl-C may come when `append` returns, and who removes the call counts that
         calls.append(call)
-        queue.count += 1
         if not lane.is_listed:
             lane.is_listed = True
             queue.by_seat[seat].append(lane)  # type: ignore[index]
@@ -243,8 +243,8 @@ class Keys(Generic[C, S]):
                 return key.seat
             if _passes(key, key.gate, call):
                 return key.seat
+        queue.count += 1  # first, as in `submitted`
         calls.append(call)
-        queue.count += 1
         if not lane.is_listed:
             self._list(lane)
         return None
@@ -252,9 +252,9 @@ class Keys(Generic[C, S]):
     def returned(self, call: C, queue: Lanes[C, S]) -> None:
         """Put back a call that was sent and has not begun, before the other calls of its key in its queue."""
         lane = self._lane(call.key, queue)
+        queue.count += 1  # first, as in `submitted`
         lane.calls.appendleft(call)
         self.changes += 1
-        queue.count += 1
         if lane.key.round != self.round:
             self._place(lane.key)
         self._list(lane)

@@ -189,7 +189,8 @@ class Supervisor:
 
     def is_busy(self) -> bool:
         """Implement `Published`."""
-        return self.calls.waiting() > 0 or any(member.calls for member in self.members)
+        # Not `> 0`: a wrong count, after a Ctrl-C, is set right while the runner is busy.
+        return self.calls.waiting() != 0 or any(member.calls for member in self.members)
 
     def roles(self) -> "list[tuple[str, Worker]]":
         """Return the workers with their roles, as records of usage have them, by slot."""
