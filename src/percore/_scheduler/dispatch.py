@@ -455,7 +455,7 @@ class Dispatch(Generic[C, S]):
                 self._list(queue)
             if not queue.calls:
                 queue.ended = 0
-            if queue.count and not any(lane.calls for lane in list(queue.lanes.values())):
+            if queue.count and _has_no_calls(queue):
                 queue.count = 0
 
     def check_counts(self) -> None:
@@ -483,3 +483,11 @@ class Dispatch(Generic[C, S]):
     def recall(self) -> Recall[S] | None:
         """Decide which worker to ask for plain calls that have not begun; None: none."""
         return self.recalls.recall()
+
+
+def _has_no_calls(queue: Queue[C, S]) -> bool:
+    """Whether no call with a key waits. Without a copy of the lanes: there may be a million."""
+    try:
+        return not any(lane.calls for lane in queue.lanes.values())
+    except RuntimeError:  # a garbage collection has run user code that has changed them: ask again the next time
+        return False
