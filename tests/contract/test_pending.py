@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -349,16 +350,25 @@ async def a_closed_stream(runner: percore.Runner) -> None:
     await stream.aclose()
 
 
+def is_called(name: str, code: CodeType) -> bool:
+    return code.co_qualname == name
+
+
 @pytest.mark.asyncio_only
-@pytest.mark.loop_reports
 @pytest.mark.parametrize("way", [a_failure, a_closed_stream])
 async def test_p6_a_ctrl_c_while_a_call_leaves_its_worker_frees_its_key(way: Callable[[percore.Runner], Awaitable[None]]) -> None:
+    """At the entry of the functions that `take` calls, and when a built-in one returns."""
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # a record would keep the memory of the killed workers
     async with FakeRunner(1) as runner, asyncio.timeout(10):
-        strike = Strike(0, lambda code: code.co_qualname == "Choice.lowered", interrupt)
-        with strike.on():
-            await way(runner)
-        assert strike.name
-        assert await runner.options(key="key").run(jobs.aecho, 1) == 1
+        for at, name, after_builtins in [
+            *((0, name, False) for name in ("Choice.lowered", "Keys.left")),
+            *((at, "PoolWorker.take", True) for at in range(2)),
+        ]:
+            strike = Strike(at, partial(is_called, name), interrupt, after_builtins=after_builtins)
+            with strike.on():
+                await way(runner)
+            assert strike.name
+            assert await runner.options(key="key").run(jobs.aecho, 1) == 1
 
 
 async def test_broadcast_is_beside(make: MakeRunner, log: Log, gate: Gate) -> None:

@@ -361,7 +361,7 @@ class Pool:
     # Deaths
 
     def _broke(self, member: PoolWorker, error: BaseException) -> None:
-        member.is_interrupted = isinstance(error, KeyboardInterrupt)
+        member.is_interrupted = not isinstance(error, Exception)  # such as a KeyboardInterrupt
         self.kill_one(member, f"its channel broke: {shown(error)}")
 
     def kill_one(self, member: PoolWorker, why: str) -> None:
@@ -415,8 +415,8 @@ class Pool:
     def level(self, member: PoolWorker | None = None) -> int:
         """Return the log level for a death: DEBUG if it is expected, else WARNING.
 
-        It is expected while the runner closes, and if a KeyboardInterrupt broke the worker's channel, which a second Ctrl-C may do.
-        During the first start, StartupFailed reports the death.
+        It is expected while the runner closes, and if an exception such as a KeyboardInterrupt broke the worker's channel, which a
+        second Ctrl-C may do. During the first start, StartupFailed reports the death.
         """
         is_expected = self._phase.is_closing or self.first_start.is_on or (member is not None and member.is_interrupted)
         return logging.DEBUG if is_expected else logging.WARNING

@@ -293,16 +293,16 @@ class PoolWorker:
         self.load[call.kind] -= 1
         self._batched -= call.outstanding - 1
         call.member = None
-        self.free.append(call_id + self.stride)
-        if self._reasons and self._reasons.pop(call_id, 0):
-            self._come_back(call.kind)
         is_parked = call_id in self.parked
-        self.parked.discard(call_id)
         try:
+            self.free.append(call_id + self.stride)
+            if self._reasons and self._reasons.pop(call_id, 0):
+                self._come_back(call.kind)
+            self.parked.discard(call_id)
             self._lowered(self)
-        finally:  # also after a Ctrl-C: nobody else frees its key, or wakes those who wait for its end
             if call.key is not None:
                 self._left(call)
+        finally:  # also after a Ctrl-C: nobody else wakes those who wait for its end. Its key is counted again by `recount`.
             call.left()
         if is_parked and call.plan is not None and call.plan.terms is not None:
             self.tell(TERMS, call_id, None)  # withdraw the terms, since their call will not be sent
