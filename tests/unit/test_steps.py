@@ -16,8 +16,10 @@ import pytest
 
 import percore
 from percore._common.steps import is_in_step, is_step
+from percore._protocol.shared import _of_thread
 from percore._serialization import reducers
 from percore._transport.leases import Leases
+from percore._worker.families import Family
 from percore._worker.pacing import Pacing
 from percore._worker.server import Server
 from percore._worker.streams import ThreadStream
@@ -31,7 +33,7 @@ ROOMS = ("_common", "_protocol", "_serialization", "_transport", "_worker", "_wo
 LOOP = "the loop takes it, and a wait is refused in the loop; its threads are spared or steps"
 SPARED = {
     "_protocol/shared.py:Copy.value": "user code runs under it, which unpickles; who waits for a call there lets go of it",
-    "_protocol/shared.py:others_may_build": "after the wait",
+    "_protocol/shared.py:others_may_build": "in `Family.wait`, which is a step",
     "_protocol/shared.py:Copy._build": "for arithmetic, within which no collection runs in a thread",
     "_protocol/shared.py:Copy.forget": LOOP,
     "_protocol/shared.py:Copy._gone": LOOP,
@@ -157,3 +159,23 @@ def test_the_loop_does_not_wait_for_a_stream_whose_thread_waits_for_it() -> None
         assert (sent, stream._is_watched) == ([], False)
     stream._flush_kept()
     assert sent == [7]
+
+
+def test_a_wait_is_refused_while_another_one_lets_go_of_shared_objects_and_takes_them_again() -> None:
+    """The second one would let go of them, too, or wait while this thread holds what the loop wants."""
+
+    class Looks:
+        def release(self) -> None:
+            in_step.append(is_in_step(sys._getframe()))
+
+        acquire = release
+
+    in_step = list[bool]()
+    plain = SimpleNamespace(step_aside=lambda _: None, come_back=lambda _: None)
+    family = Family(SimpleNamespace(plain=plain), 1)  # type: ignore[arg-type]
+    _of_thread.builds = [SimpleNamespace(building=Looks())]
+    try:
+        family.wait(lambda: None)
+    finally:
+        _of_thread.builds = []
+    assert in_step == [True, True]

@@ -170,6 +170,7 @@ class Family:
         for end in list(self.enders):
             self.families.channel.loop.call_soon_threadsafe(end)
 
+    @step
     def wait(self, until: Callable[[], object]) -> None:
         """Call `until`, which blocks this thread. A thread of a plain call gives its place back meanwhile.
 
