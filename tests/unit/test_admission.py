@@ -1,6 +1,8 @@
 """How many calls are let in: first come first served, nobody twice, nothing lost when a waiter is cancelled."""
 
 import asyncio
+import contextlib
+import itertools
 import random
 from collections.abc import Coroutine
 from types import SimpleNamespace
@@ -8,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from percore._common.errors import RunnerFull
+from percore._common.endings import settle, settle_by
+from percore._common.errors import RunnerClosed, RunnerFull
 from percore._supervisor.admission import Admission
+from tests.strikes import Fault, Strike
 
 
 def admission_of(limit: int, inside: int = 0) -> Admission:
@@ -158,6 +162,52 @@ async def test_leaving_as_the_callback_of_a_future() -> None:
     (task,) = await waiting(admission.enter())
     call.cancel()
     assert await task == 1
+
+
+@pytest.mark.parametrize("after_builtins", [False, True], ids=["entry", "return"])
+async def test_a_ctrl_c_while_others_are_let_in_loses_nobody(after_builtins: bool) -> None:
+    """Who waited is let in then, or by the next call that leaves; and no room is counted that nobody has."""
+    codes = (settle.__code__, Admission.leave.__code__) if after_builtins else (settle.__code__,)
+    for at in itertools.count():
+        admission = admission_of(2, 2)
+        tasks = await waiting(admission.enter(), admission.enter())
+        strike = Strike(at, lambda code: code in codes, after_builtins=after_builtins)
+        with contextlib.suppress(Fault), strike.on():
+            admission.leave()
+        admission.leave()
+        await turn()
+        ended = [task.done() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        await turn()
+        assert ended == [True, True], at
+        admission.leave(2)
+        assert free(admission) == 2, at
+        if not strike.name:
+            break
+    assert at > 0
+
+
+@pytest.mark.parametrize("after_builtins", [False, True], ids=["entry", "return"])
+async def test_a_refusal_that_a_ctrl_c_ends_goes_on_when_it_is_called_again(after_builtins: bool) -> None:
+    codes = (settle_by.__code__, *(() if not after_builtins else (Admission.refuse.__code__,)))
+    for at in itertools.count():
+        admission = admission_of(1, 1)
+        tasks = await waiting(admission.enter(), admission.enter(), admission.enter())
+        strike = Strike(at, lambda code: code in codes, after_builtins=after_builtins)
+        with contextlib.suppress(Fault), strike.on():
+            admission.refuse(lambda: RunnerClosed("closed"))
+        admission.refuse(lambda: RunnerClosed("closed"))
+        await turn()
+        ended = [task.done() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert ended == [True] * 3, at
+        assert [type(task.exception()) for task in tasks] == [RunnerClosed] * 3
+        if not strike.name:
+            break
+    assert at > 0
 
 
 # Cancellation

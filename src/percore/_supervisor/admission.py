@@ -60,16 +60,25 @@ class Admission:
         assert 0 <= count <= self._inside
         self._inside -= count
         while self._waiters and self._inside < self.limit:
-            waiter, _ = self._waiters.popitem(last=False)
+            waiter = next(iter(self._waiters))
+            del self._waiters[waiter]  # no `popitem`: a Ctrl-C may come when a function returns, also a built-in one
             self._inside += 1  # first: its task may go on in this step
-            if not settle(waiter, None):
-                self._inside -= 1
+            try:
+                if not settle(waiter, None):
+                    self._inside -= 1
+            except BaseException:
+                if not waiter.done():
+                    self._inside -= 1
+                    self._waiters[waiter] = None
+                    self._waiters.move_to_end(waiter, last=False)
+                raise
 
     def refuse(self, error: Callable[[], Exception]) -> None:
-        """Refuse all waiting calls. Each raises a new error, made by `error`."""
-        waiters, self._waiters = self._waiters, OrderedDict()
-        for waiter in waiters:
+        """Refuse all waiting calls. Each raises a new error, made by `error`. After an exception, call this again."""
+        while self._waiters:
+            waiter = next(iter(self._waiters))
             settle_by(waiter, error())
+            self._waiters.pop(waiter, None)
 
     def left(self, _call: object) -> None:
         """As `leave()`, in the form of a done callback of a future."""

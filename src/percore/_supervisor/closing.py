@@ -221,11 +221,14 @@ class Closing:
     def _end_maps(self) -> None:
         """Stop open maps from pulling inputs, and refuse the callers that wait for admission or for an object to be shared."""
         # The last first, as in `_cancel_running`: a worker may begin a stream when one before it ends.
-        steps = [*reversed(self.enders), self._calls.shares.refuse]
-        admission = self._admission
+        faults, admission = Faults("maps were ended"), self._admission
+        for end in [*reversed(self.enders)]:
+            with faults:
+                end()
+        faults.surely(self._calls.shares.refuse)
         if admission is not None:
-            steps.append(lambda: admission.refuse(self._phase.refusal))
-        Faults("maps were ended").run(*steps)
+            faults.surely(lambda: admission.refuse(self._phase.refusal))
+        faults.finish()
 
     def _expect_nobody(self) -> None:
         """End the calls that wait for a worker or an attempt, and stop recalls and delayed starts: no worker will get ready."""
