@@ -12,7 +12,7 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, NoReturn, TypeAlias
@@ -359,6 +359,28 @@ async def test_p6_a_close_ends_after_a_ctrl_c_as_a_waiting_call_was_cancelled(lo
         supervisor_of(runner).catch_up()  # as the loop does while calls seem to wait
         async with asyncio.timeout(5):
             await runner.aclose()
+
+
+@pytest.mark.loop_reports  # of the interrupt
+@pytest.mark.parametrize("step", ["MapLife.advance", "InFlight.wake"])
+async def test_p6_a_map_ends_after_a_ctrl_c_at_the_last_step_of_its_feeder(step: str) -> None:
+    async def last(until: "asyncio.Future[None]") -> AsyncIterator[int]:
+        yield 1
+        await until
+
+    def is_last(code: CodeType) -> bool:
+        return code.co_qualname == step and sys._getframe(3).f_code.co_qualname == "Feeder._feed"
+
+    strike = Strike(0, is_last, interrupt)
+    async with FakeRunner(1) as runner:
+        has_result = asyncio.get_running_loop().create_future()
+        results = aiter(runner.map(jobs.aecho, last(has_result)))
+        assert await anext(results) == 1
+        with strike.on():
+            has_result.set_result(None)
+            async with asyncio.timeout(5):
+                assert [one async for one in results] == []
+    assert strike.name
 
 
 @pytest.mark.loop_reports  # of the interrupt

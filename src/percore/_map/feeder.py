@@ -50,11 +50,13 @@ class Feeder:
         self._task.add_done_callback(self._ended)
 
     def _ended(self, _task: "asyncio.Task[None]") -> None:
-        """End the map if the task was cancelled before its first step: it has done nothing, and nobody would wake the map."""
-        if self._life.now is MapPhase.BEGUN:
+        """End the map if the task could not: it was cancelled before its first step, or a Ctrl-C came at its last one."""
+        life = self._life
+        if life.now is MapPhase.BEGUN:
             self._cancelled(asyncio.CancelledError())
-            self._life.advance(MapEvent.EXHAUST)
-            self._items.wake()
+        if life.pulls:
+            life.advance(MapEvent.EXHAUST)
+        self._items.wake()
 
     def end(self) -> None:
         """Stop pulling, because the runner takes no more calls."""
