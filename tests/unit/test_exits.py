@@ -160,7 +160,7 @@ def test_a_collection_that_kills_a_worker_as_it_is_reaped_does_not_hang(monkeypa
         watched[0].kill()
         return reap(pid, options)
 
-    pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", "input()"], {})
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", "-c", "import signal; signal.alarm(60); signal.pause()"], {})
     monkeypatch.setattr(os, "waitpid", waitpid)
     read_end, lifeline = pipe()
     read_end.close()
