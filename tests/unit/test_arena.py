@@ -1,5 +1,6 @@
 """The store of workers that map the supervisor's memory: payloads in a message, in a slot, or private while no slot is free."""
 
+import asyncio
 import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from percore._common.errors import RunnerClosed
 from percore._transport.arena import Arena
 from percore._transport.memory import Memory
 from percore._transport.slots import INLINE_LIMIT, SLOT_BITS
@@ -106,3 +108,18 @@ def test_payloads_name_their_slot_and_their_length(arena: Arena) -> None:
     for number, parcel in enumerate(parcels):
         assert bytes(arena.read(parcel)) == bytes([number]) * (number + 1)
         arena.discard(parcel)
+
+
+async def test_a_shared_object_that_is_told_twice_keeps_its_slot_and_one_that_nobody_awaits_leaves_none(arena: Arena) -> None:
+    """A Ctrl-C may have the loop tell it once more."""
+    waiters: list[asyncio.Future[int]] = [asyncio.get_running_loop().create_future() for _ in range(3)]
+    _, refused, cancelled = waiters
+    refused.set_exception(RunnerClosed("closed"))
+    cancelled.cancel()
+    for waiter in waiters:
+        payload = arena._pickled_beside([bytes(INLINE_LIMIT), bytes(INLINE_LIMIT)])
+        for _ in range(2 if waiter is waiters[0] else 1):
+            arena._shared(waiter, payload)
+    assert arena.in_use == 1
+    assert isinstance(refused.exception(), RunnerClosed)
+    arena.discard(await waiters[0])

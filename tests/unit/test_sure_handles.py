@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from percore._common.sure_handles import SureHandle, surely_later, surely_soon
 from percore._engines.nodes import engine as nodes
 from percore._engines.nodes.engine import NodesEngine
 from percore._engines.nodes.places import NoPlace
+from percore._engines.nodes.store import NodesStore
 from percore._engines.processes.descriptors import pipe
 from percore._engines.processes.examination import Examiner
 from percore._engines.processes.spawn_launcher import ThreadWatchedProcess
@@ -25,9 +27,9 @@ from percore._engines.threads.worker import ThreadWorker
 from percore._runner.loop_watch import _LoopWatcher
 from percore._supervisor import publication
 from percore._supervisor.call_registry import CallRegistry
-from percore.testing import kill
+from percore.testing import die, kill
 from tests import jobs
-from tests.contract import stream_jobs
+from tests.contract import share_jobs, stream_jobs
 from tests.fakes import FakeRunner
 from tests.internals import members_of, supervisor_of
 from tests.unit.test_lost_callbacks import LOOPS, Interrupts, run_interrupted
@@ -167,6 +169,22 @@ async def a_cancellation_while_its_worker_sends(runner: Runner) -> None:
     await until(lambda: not member.calls)
 
 
+async def an_object_that_is_shared(runner: Runner) -> None:
+    shared = await runner.share("object")
+    assert await runner.run(share_jobs.first, shared, None) == "object"
+
+
+async def an_input_that_a_thread_pulls(runner: Runner) -> None:
+    pulled = percore.threaded(iter(range(3)), ahead=1)
+    assert await runner.map(jobs.aecho, pulled) == [0, 1, 2]
+
+
+async def a_worker_that_its_call_kills(runner: Runner) -> None:
+    with pytest.raises(WorkerDied):
+        await runner.run(die)
+    assert await runner.run(jobs.aecho, 1) == 1
+
+
 async def stop_loop() -> None:
     asyncio.get_running_loop().stop()
     await asyncio.sleep(1000)
@@ -206,6 +224,9 @@ async def a_worker_that_is_given_up(runner: Runner) -> None:
         (SureHandle, "_run", a_stream_that_waits_for_its_consumer, {"concurrency": 1}),
         (SureHandle, "_run", progress, {}),
         (CallRegistry, "_cancel_sent", a_cancellation_while_its_worker_sends, {}),
+        (SureHandle, "_run", an_object_that_is_shared, {}),
+        (SureHandle, "_run", an_input_that_a_thread_pulls, {}),
+        (ThreadWorker, "kill", a_worker_that_its_call_kills, ON_THREADS),
         (ThreadWorker, "_ended", a_worker_whose_loop_stops, ON_THREADS),
         (SureHandle, "_run", a_worker_that_is_given_up, ON_THREADS),
     ],
@@ -287,6 +308,22 @@ def test_the_end_of_a_process_is_told_by_the_thread_that_waits_for_it(new_loop: 
     run_interrupted(interrupts, program(), new_loop())
     assert interrupts.has_struck
     assert codes == [0]
+
+
+@LOOPS
+def test_a_slot_that_is_free_is_told_to_those_who_wait_for_it(new_loop: Any) -> None:
+    async def program() -> None:
+        told = asyncio.Event()
+        store = NodesStore.__new__(NodesStore)
+        store._loop, store._waiting, store._is_waking = asyncio.get_running_loop(), deque(), False
+        store.has_free = lambda: True  # type: ignore[method-assign]
+        interrupts.is_armed = True
+        store.wait(told.set)
+        await told.wait()
+
+    interrupts = Interrupts(SureHandle, "_run")
+    run_interrupted(interrupts, program(), new_loop())
+    assert interrupts.has_struck
 
 
 @LOOPS

@@ -24,14 +24,16 @@ class SureHandle:
 
     __slots__ = ("_callback", "_handles", "_when")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float | None, callback: Callable[[], object]) -> None:
-        """`seconds`: until it is called. None: in the next iteration of the loop."""
+    def __init__(
+        self, schedule: Callable[[Callable[[], None]], asyncio.Handle], when: float, callback: Callable[[], object]
+    ) -> None:
+        """`schedule` gives the loop a callback. `when`: the time of the loop at which that is due."""
         self._callback: Callable[[], object] | None = callback
-        self._when = loop.time() + (seconds or 0.0)
+        self._when = when
         self._handles: list[asyncio.Handle] = []
         try:
             for _ in range(2):
-                self._handles.append(loop.call_soon(self._run) if seconds is None else loop.call_at(self._when, self._run))
+                self._handles.append(schedule(self._run))
         except Exception:  # after a Ctrl-C the loop calls it by the handle that it has
             self.cancel()
             raise
@@ -60,9 +62,19 @@ class SureHandle:
 
 def surely_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> SureHandle:
     """As `loop.call_soon`, for a callback that may be called twice."""
-    return SureHandle(loop, None, partial(callback, *args))
+    return SureHandle(loop.call_soon, loop.time(), partial(callback, *args))
 
 
 def surely_later(loop: asyncio.AbstractEventLoop, seconds: float, callback: Callable[..., object], *args: Any) -> SureHandle:
     """As `loop.call_later`, for a callback that may be called twice."""
-    return SureHandle(loop, seconds, partial(callback, *args))
+    when = loop.time() + seconds
+    return SureHandle(partial(loop.call_at, when), when, partial(callback, *args))
+
+
+def surely_from_thread(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> SureHandle:
+    """As `loop.call_soon_threadsafe`, for a callback that may be called twice.
+
+    Raises:
+        RuntimeError: the loop is closed.
+    """
+    return SureHandle(loop.call_soon_threadsafe, loop.time(), partial(callback, *args))

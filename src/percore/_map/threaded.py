@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from percore._common.endings import wake
 from percore._common.log import report
 from percore._common.options import whole
+from percore._common.sure_handles import surely_from_thread
 
 T = TypeVar("T")
 
@@ -133,7 +134,7 @@ class _Puller:
         self.ready.append((values, error))
         if self._waiter is not None:
             try:
-                self._loop.call_soon_threadsafe(self._wake)
+                surely_from_thread(self._loop, self._wake)
             except RuntimeError:
                 if not self._loop.is_closed():
                     raise

@@ -11,6 +11,7 @@ from itertools import count
 from percore._common.endings import Endings, settle, settle_by
 from percore._common.errors import as_error
 from percore._common.fault_points import POINTS, point
+from percore._common.sure_handles import surely_from_thread
 from percore._protocol.messages import Payload
 from percore._serialization.advice import can_pickle
 from percore._serialization.pickler import dump
@@ -122,8 +123,9 @@ class Arena(SlotWriter):
         return sink.payload()
 
     def _shared(self, waiter: "asyncio.Future[int]", pickled: Payload | BaseException) -> None:
-        if waiter.done():  # share() was cancelled or refused
-            if not isinstance(pickled, BaseException):
+        if waiter.done():
+            was_refused = waiter.cancelled() or waiter.exception() is not None  # else a Ctrl-C came when this had told it
+            if was_refused and not isinstance(pickled, BaseException):
                 self.discard(pickled)
             return
         if isinstance(pickled, BaseException):
@@ -138,5 +140,5 @@ class Arena(SlotWriter):
 
     def _share_later(self, waiter: "asyncio.Future[int]", pickled: Payload) -> bool:
         """Try again. Runs in the thread that gave a slot back."""
-        self._loop.call_soon_threadsafe(self._shared, waiter, pickled)
+        surely_from_thread(self._loop, self._shared, waiter, pickled)
         return False

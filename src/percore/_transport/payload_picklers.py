@@ -95,8 +95,10 @@ def pickle_to_share(
 ) -> None:
     """Pickle a shared object in a thread of its own. The loop then calls `then` with what `pickle` has returned, or with the error.
 
-    The loop's default executor would not do: the user may have filled it with calls that never end.
+    After a Ctrl-C the loop may call `then` once more. The loop's default executor would not do: the user may have filled it with
+    calls that never end.
     """
+    from percore._common.sure_handles import surely_from_thread  # workers do without it
 
     def run(obj: object) -> None:
         try:
@@ -107,6 +109,6 @@ def pickle_to_share(
             pickled = error
         del obj
         with suppress(RuntimeError):  # the loop was closed, so no task can be waiting
-            loop.call_soon_threadsafe(then, pickled)
+            surely_from_thread(loop, then, pickled)
 
     threading.Thread(target=run, args=(obj,), name="percore-share", daemon=True).start()

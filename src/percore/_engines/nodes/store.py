@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from percore._common.options import RunnerOptions
+from percore._common.sure_handles import surely_from_thread
 from percore._protocol.messages import Payload
 from percore._serialization.pickler import MainInfo
 from percore._transport.arena import Arena
@@ -113,7 +114,7 @@ class NodesStore(Arena):
         if self._waiting and not self._is_waking:
             self._is_waking = True
             with suppress(RuntimeError):  # the loop was closed
-                self._loop.call_soon_threadsafe(self.has_room)
+                surely_from_thread(self._loop, self.has_room)
 
     def close(self) -> None:
         """Release the memory."""

@@ -220,7 +220,8 @@ class ThreadWorker:
         """Kill the worker. Nothing of it arrives any more, whatever the calling thread does next."""
         self._side.stop()
         with suppress(RuntimeError):  # the supervisor's loop is closed
-            self._engine.loop.call_soon_threadsafe(self.kill, context=self._context)
+            for _ in range(2):  # as in `_report_end`
+                self._engine.loop.call_soon_threadsafe(self.kill, context=self._context)
 
     def _close_sockets(self) -> None:
         for sock in self._sockets:
