@@ -27,6 +27,7 @@ from percore._engines.threads.worker import ThreadWorker
 from percore._runner.loop_watch import _LoopWatcher
 from percore._supervisor import publication
 from percore._supervisor.call_registry import CallRegistry
+from percore._supervisor.closing import Closing
 from percore.testing import die, kill
 from tests import jobs
 from tests.contract import share_jobs, stream_jobs
@@ -320,6 +321,22 @@ def test_a_slot_that_is_free_is_told_to_those_who_wait_for_it(new_loop: Any) -> 
         interrupts.is_armed = True
         store.wait(told.set)
         await told.wait()
+
+    interrupts = Interrupts(SureHandle, "_run")
+    run_interrupted(interrupts, program(), new_loop())
+    assert interrupts.has_struck
+
+
+@LOOPS
+def test_the_workers_of_a_dropped_runner_are_killed(new_loop: Any) -> None:
+    async def program() -> None:
+        killed = asyncio.Event()
+        closing = Closing.__new__(Closing)
+        closing._loop, closing._phase = asyncio.get_running_loop(), SimpleNamespace(advance=lambda _: None)  # type: ignore[assignment]
+        closing._pool = SimpleNamespace(kill=killed.set, listening=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
+        interrupts.is_armed = True
+        closing.abandon()
+        await killed.wait()
 
     interrupts = Interrupts(SureHandle, "_run")
     run_interrupted(interrupts, program(), new_loop())

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from percore._common.log import Faults
+from percore._common.sure_handles import surely_from_thread
 from percore._protocol.messages import CANCEL
 from percore._scheduler.phase import Phase, PhaseEvent
 from percore._supervisor.pool_worker import PoolWorker
@@ -256,7 +257,7 @@ class Closing:
         """
         if self._loop.is_running():
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                self._loop.call_soon_threadsafe(self._abandon)
+                surely_from_thread(self._loop, self._abandon)
                 return
         self._abandon()
 
