@@ -24,6 +24,7 @@ from percore._engines.processes.examination import Examiner
 from percore._engines.processes.spawn_launcher import ThreadWatchedProcess
 from percore._engines.threads import worker as threads
 from percore._engines.threads.worker import ThreadWorker
+from percore._map.threaded import _Puller
 from percore._runner.loop_watch import _LoopWatcher
 from percore._supervisor import publication
 from percore._supervisor.call_registry import CallRegistry
@@ -226,7 +227,7 @@ async def a_worker_that_is_given_up(runner: Runner) -> None:
         (SureHandle, "_run", progress, {}),
         (CallRegistry, "_cancel_sent", a_cancellation_while_its_worker_sends, {}),
         (SureHandle, "_run", an_object_that_is_shared, {}),
-        (SureHandle, "_run", an_input_that_a_thread_pulls, {}),
+        (_Puller, "_wake", an_input_that_a_thread_pulls, {}),
         (ThreadWorker, "kill", a_worker_that_its_call_kills, ON_THREADS),
         (ThreadWorker, "_ended", a_worker_whose_loop_stops, ON_THREADS),
         (SureHandle, "_run", a_worker_that_is_given_up, ON_THREADS),

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from percore._common.endings import wake
 from percore._common.log import report
 from percore._common.options import whole
-from percore._common.sure_handles import surely_from_thread
 
 T = TypeVar("T")
 
@@ -82,6 +81,8 @@ class _Puller:
         self._loop = loop
         self._permissions: SimpleQueue[None] = SimpleQueue()
         self._waiter: asyncio.Future[None] | None = None
+        self._told: asyncio.Future[None] | None = None
+        """The waiter that the thread has woken last."""
         self._is_left = False
         for _ in range(ahead):
             self.allow()
@@ -132,9 +133,12 @@ class _Puller:
 
     def _put(self, values: tuple[Any, ...], error: BaseException | None) -> None:
         self.ready.append((values, error))
-        if self._waiter is not None:
+        waiter = self._waiter
+        if waiter is not None and waiter is not self._told:
+            self._told = waiter
             try:
-                surely_from_thread(self._loop, self._wake)
+                for _ in range(2):  # a Ctrl-C may come before the loop begins one, which it then drops
+                    self._loop.call_soon_threadsafe(self._wake)
             except RuntimeError:
                 if not self._loop.is_closed():
                     raise
