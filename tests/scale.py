@@ -1,8 +1,8 @@
-"""A million pending calls, a million keys, a hundred thousand streams that are left: `python -m tests.scale`.
+"""A million pending calls, keys and time limits, a hundred thousand streams that are left: `python -m tests.scale`.
 
 No step of the program's loop may take longer than 50 ms of CPU time while so many calls wait: no call that is made or cancelled, no
-result, no statistics, no stopped, killed or added worker, no close. Garbage collections are measured apart: a full one visits all
-the objects of the program, as in any other program that has so many.
+result, no statistics, no stopped, killed or added worker, no time limit that is over, no close. Garbage collections are measured
+apart: a full one visits all the objects of the program, as in any other program that has so many.
 
 Afterwards nothing of the calls may be left. The exit status is 1 if a step took longer, a call was lost, or something is left.
 """
@@ -129,21 +129,42 @@ class Scale:
         await self.phase("run, closed", lambda: go_on(runner))
         self.judge(made)
 
+    async def limited(self, count: int) -> None:
+        """Make so many calls while no worker runs, and wait until the time of each is over in which it has to begin."""
+        runner = percore.Runner(WORKERS, blocked_after=None)
+        await runner.start()
+        made: list[asyncio.Future[int]] = []
+        await self.phase("made", lambda: self.make(runner, count, made, queue_timeout=10.0, hard_timeout=5.0))
+        await self.phase("their time is over", lambda: until(lambda: runner.statistics().queued <= IN_WORKERS))
+        await self.phase("a close", lambda: runner.aclose(grace=0))
+        wrong = sum(not isinstance(call.exception(), TimeoutError) for call in made)
+        if wrong > IN_WORKERS:
+            self.wrong.append(f"{wrong} calls were not told that their time is over")
+
     async def cut(self, count: int) -> None:
         """Close a runner in which so many calls wait."""
         runner = percore.Runner(WORKERS, blocked_after=None)
         await runner.start()
         made: list[asyncio.Future[int]] = []
-        await self.phase("made", lambda: self.make(runner, count, made, has_keys=False))
+        await self.phase("made", lambda: self.make(runner, count, made))
         await self.phase("a close that ends all calls", lambda: runner.aclose(grace=0))
         told = sum(isinstance(call.exception(), percore.RunnerClosed) for call in made)
         if told != count:
             self.wrong.append(f"{count - told} calls were told nothing by the close")
 
-    async def make(self, runner: percore.Runner, count: int, made: "list[asyncio.Future[int]]", *, has_keys: bool) -> None:
+    async def make(
+        self,
+        runner: percore.Runner,
+        count: int,
+        made: "list[asyncio.Future[int]]",
+        *,
+        has_keys: bool = False,
+        queue_timeout: float | None = None,
+        hard_timeout: float | None = None,
+    ) -> None:
         """Stop the workers, and make calls."""
         signal_all(runner, signal.SIGSTOP)
-        view = runner.options(retries=1)
+        view = runner.options(retries=1, queue_timeout=queue_timeout, hard_timeout=hard_timeout)
         for first in range(0, count, CHUNK):
             for number in range(first, first + CHUNK):
                 one = runner.options(key=number, retries=1) if has_keys else view
@@ -242,6 +263,7 @@ async def run(calls: int, keys: int, streams: int) -> int:
         parts: dict[str, Callable[[], Awaitable[None]]] = {
             f"{calls} pending calls": lambda: scale.pending(calls, has_keys=False),
             f"{keys} pending calls, each with a key of its own": lambda: scale.pending(keys, has_keys=True),
+            f"{calls} pending calls with time limits": lambda: scale.limited(calls),
             f"{calls} pending calls, and a close": lambda: scale.cut(calls),
             f"{streams} streams": lambda: scale.streams(streams),
         }

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from percore._calls.policy import Policy
+from percore._scheduler import deadlines
 from percore._scheduler.phase import RunnerPhase
 from percore._supervisor import hard_limits, time_limits
 
@@ -42,7 +43,7 @@ class Shell:
 
     def pending(self) -> list[Any]:
         self.now += COST
-        return self.calls
+        return list(self.calls)
 
     def look(self) -> None:
         """Let the timer run."""
@@ -77,6 +78,9 @@ class Call:
         self.deadline = when
 
     hard_by = begin_by
+
+    def done(self) -> bool:
+        return False
 
 
 @pytest.fixture
@@ -139,3 +143,40 @@ def test_new_calls_do_not_shorten_the_pause_between_looks(kind: str, shell: Shel
     shell.now += 20 * COST  # nothing was limited for long
     limit(limits, Call())
     assert shell.timers[0].when <= shell.now + 2 * SECONDS
+
+
+@pytest.mark.parametrize("interrupted", [None, 0, 2, 4])
+@pytest.mark.parametrize("kind", ["queue", "hard"])
+def test_of_many_calls_some_are_looked_at_in_each_step(
+    kind: str, interrupted: int | None, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them hears, also those that are made meanwhile, and those whose step is interrupted."""
+    monkeypatch.setattr(deadlines, "PIECE", 2)
+    limits, found, shell.calls = made(kind, shell), list[Any](), [Call() for _ in range(5)]
+    for call in shell.calls:
+        limit(limits, call)
+    if interrupted is not None:
+        shell.calls[interrupted].is_interrupted = True
+
+    def hears(call: Call, *_: object) -> None:
+        found.append(call)
+        call.deadline = None
+
+    setattr(limits, "_expire" if kind == "queue" else "_look_at", hears)
+    interrupts, last = 0, Call()
+    while len(found) < 6:
+        before = len(found)
+        try:
+            shell.look()
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert len(found) <= before + 2
+        if found and last not in shell.calls:
+            shell.calls.append(last)
+            limit(limits, last, SECONDS / 2)
+    assert sorted(map(id, found)) == sorted(map(id, shell.calls))
+    assert interrupts == (interrupted is not None)
+    for _ in range(10):
+        if shell.timers:
+            shell.look()
+    assert not shell.timers

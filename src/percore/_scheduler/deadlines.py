@@ -6,15 +6,19 @@ deadlines are crowded with such items. So keep items that keep nothing large ali
 A garbage collection may run code of the user in the middle of any method, and that may add items.
 
 The time limits of calls are not kept so: a list, even of weak references, would cost each call a seventh more. Each call knows its
-own deadline, calls that are made together share one, and the shell looks through the pending calls when the earliest is due.
+own deadline, calls that are made together share one, and the shell looks through the pending calls when the earliest is due, some
+thousand of them in each step of the loop.
 """
 
 import sys
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from typing import Final, Generic, TypeVar
 
 _FEW: Final = 64
+PIECE: Final = 2_000
+"""Calls that are looked through in one step of the loop, which takes some milliseconds."""
 _PAUSE: Final = 9
 """A pause after looking through the calls, as a multiple of how long that took. So it takes a tenth of the time at most."""
 
@@ -75,6 +79,33 @@ class Deadlines(Generic[T]):
         return due
 
 
+class Pieces(Generic[T]):
+    """Items that are looked through piece by piece, with a step of the loop for each.
+
+    Items that come meanwhile are not among them: whoever adds one notes its deadline in `earliest`.
+    """
+
+    __slots__ = ("_items", "earliest", "seconds")
+
+    def __init__(self, items: list[T]) -> None:
+        self._items = items
+        self.earliest = inf
+        """The earliest deadline that is to come, of the items that were looked at."""
+        self.seconds = 0.0
+        """How long looking at them has taken."""
+
+    def piece(self) -> list[T]:
+        """Return the next items."""
+        return self._items[-PIECE:]
+
+    def looked(self, earliest: float, seconds: float) -> bool:
+        """Note what was found among the next items, and drop them. Return whether there are more."""
+        self.earliest = min(self.earliest, earliest)
+        self.seconds += seconds
+        del self._items[-PIECE:]
+        return bool(self._items)
+
+
 def grain(seconds: float) -> float:
     """Return the step to which deadlines of this length are rounded up, so that calls that are made together share one."""
     return min(seconds / 32, 0.05)
@@ -85,6 +116,6 @@ def rounded_up(when: float, step: float) -> float:
     return (when // step + 1.0) * step
 
 
-def end_of_pause(began: float, ended: float) -> float:
-    """Return the time before which nobody looks through the calls again, if that took from `began` to `ended`."""
-    return ended + _PAUSE * (ended - began)
+def end_of_pause(seconds: float, ended: float) -> float:
+    """Return the time before which nobody looks through the calls again, if that took so many seconds until `ended`."""
+    return ended + _PAUSE * seconds

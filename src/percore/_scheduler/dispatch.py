@@ -432,15 +432,14 @@ class Dispatch(Generic[C, S]):
                 into.append(batch)
         return len(into) >= most or any(queue.calls or queue.lanes for queue in (*self.singles, *self._maps))
 
-    def calls(self) -> Iterator[C]:
-        """Yield all waiting calls, and cancelled ones with them, but no items that wait to be sent in batches.
-
-        Meanwhile a garbage collection may run user code that makes or cancels calls.
-        """
+    def calls(self) -> list[C]:
+        """Return all waiting calls, and cancelled ones with them, but no items that wait to be sent in batches."""
+        found: list[C] = []
         for queue in (*self.singles, *self._maps):
-            yield from list(queue.calls)
+            found += queue.calls  # at once: a garbage collection may run user code that makes or cancels calls
             for lane in list(queue.lanes.values()):
-                yield from list(lane.calls)
+                found += lane.calls
+        return found
 
     def recount(self, under_way: Mapping[Hashable, int]) -> None:
         """Go on after an interrupted step. `under_way`: how many calls of each key are in workers."""

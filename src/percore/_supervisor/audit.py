@@ -13,7 +13,7 @@ collection begin while it looks.
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from percore._protocol.messages import Kind
@@ -95,7 +95,7 @@ class Audit:
         owned = Counter(map(id, pending))
         twice = [call for call in pending if owned[id(call)] > 1]
         assert not twice, f"calls of two owners: {_names(twice)}"
-        waiting: Iterator[PendingCall] = self._calls.dispatch.calls()
+        waiting: list[PendingCall] = self._calls.dispatch.calls()
         held = [call for call in waiting if call.member is not None]
         assert not held, f"calls that wait, and are in a worker: {_names(held)}"
         assert not self._calls.withdrawn, f"calls that were cancelled as they were taken: {_names(list(self._calls.withdrawn))}"

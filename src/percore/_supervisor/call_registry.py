@@ -142,10 +142,12 @@ class CallRegistry:
 
     def pending(self) -> list[PendingCall]:
         """Return all calls that have not ended, and maybe some that have, but no items that wait to be sent in batches."""
-        held: list[PendingCall] = []
+        found: list[PendingCall] = self.dispatch.calls()
+        found += self.broadcasts.calls()
+        found += list(self.retries.delayed)
         for member in list(self.members):
-            held += list(member.calls.values())  # at once: a garbage collection may run user code that makes or cancels calls
-        return [*held, *self.dispatch.calls(), *self.broadcasts.calls(), *self.retries.delayed]
+            found += list(member.calls.values())  # at once: a garbage collection may run user code that makes or cancels calls
+        return found
 
     def withdraw(self, call: Awaited) -> None:
         """Withdraw a call of `run` whose await was cancelled."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from percore._common.log import Faults
 from percore._protocol.messages import CANCEL
-from percore._scheduler.deadlines import Deadlines, end_of_pause, grain, rounded_up
+from percore._scheduler.deadlines import Deadlines, Pieces, end_of_pause, grain, rounded_up
 from percore._scheduler.overruns import Overruns, Step, steps, waits
 from percore._supervisor.timing import LATENESS, is_lost
 
@@ -70,6 +70,8 @@ class HardLimits:
         self.overruns: Overruns[PoolWorker] = Overruns()
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._seconds = self._until = 0.0
+        self._round: Pieces[PendingCall] | None = None
+        """The calls of the current look that are still to be looked at; None between two looks."""
         self._rests_until = -inf
         """The end of the pause after the last look."""
         self._has_let_read = False
@@ -86,6 +88,8 @@ class HardLimits:
         if seconds != self._seconds:
             until = monotonic() + seconds
             self._set_timer(max(until, self._rests_until))
+            if self._round is not None:
+                self._round.earliest = min(self._round.earliest, until)
             self._seconds, self._until = seconds, until  # only now: the calls that follow rely on the timer
         call.hard_by = self._until
 
@@ -95,11 +99,15 @@ class HardLimits:
             if self._timer is not None and self._due <= when:  # that of a call which a garbage collection has made meanwhile
                 timer.cancel()
                 return
-            self.stop()  # only now: if the loop could not make the new one, the old one stays
+            self._drop_timer()  # only now: if the loop could not make the new one, the old one stays
             self._due, self._timer = when, timer
 
     def stop(self) -> None:
         """Stop the timer, since all calls have ended. Idempotent."""
+        self._drop_timer()
+        self._round = None
+
+    def _drop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -107,12 +115,12 @@ class HardLimits:
     def catch_up(self) -> None:
         """Look soon if the loop has lost the timer."""
         if is_lost(self._timer, self._loop):
-            self.stop()
+            self._drop_timer()
             self._set_timer(self._due)
 
     def _look(self) -> None:
+        """Look through the next piece of the pending calls. If there are more, the loop does other things before the next one."""
         self._timer = None
-        self._seconds = 0.0  # the next call sets the timer
         now = monotonic()
         if now - self._due > _LATE and not self._has_let_read:
             # A callback has held the loop up. If it was a reader, uvloop runs timers before other readers: calls may have ended.
@@ -121,7 +129,11 @@ class HardLimits:
             return
         self._has_let_read = False
         try:
-            limited = [call for call in self._calls.pending() if call.hard_by is not None]
+            if self._round is None:
+                self._seconds = 0.0  # the next call sets the timer
+                self._round = Pieces(self._calls.pending())
+            current = self._round
+            limited = [call for call in current.piece() if call.hard_by is not None]
             due = [call for call in limited if call.hard_by <= now]  # type: ignore[operator]
         except BaseException:  # such as a KeyboardInterrupt: look again, or no call would ever exceed its limit
             self._set_timer(now + _SOONEST)
@@ -132,9 +144,13 @@ class HardLimits:
             )
         finally:
             earliest = min((when for call in limited if (when := call.hard_by) is not None and when > now), default=inf)
-            self._rests_until = end_of_pause(now, monotonic())
-            if earliest < inf:
-                self._set_timer(max(earliest, self._rests_until))
+            if current.looked(earliest, monotonic() - now):
+                self._set_timer(now)
+            else:
+                self._round = None
+                self._rests_until = end_of_pause(current.seconds, monotonic())
+                if current.earliest < inf:
+                    self._set_timer(max(current.earliest, self._rests_until))
             if (step := self._steps.next()) is not None:
                 self._set_timer(step)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from percore._common.log import Faults
 from percore._protocol.messages import CANCEL, WITHDRAW
-from percore._scheduler.deadlines import end_of_pause, grain, rounded_up
+from percore._scheduler.deadlines import Pieces, end_of_pause, grain, rounded_up
 from percore._supervisor.timing import is_lost
 
 if TYPE_CHECKING:
@@ -67,6 +67,10 @@ class TimeLimits:
         self._seconds = self._begin_by = self._open_until = self._due = 0.0
         self._looked = -inf
         """The latest deadline at the last look. Earlier ones need no further look."""
+        self._round: Pieces[PendingCall] | None = None
+        """The calls of the current look that are still to be looked at. Deadlines after `_looked` and up to `_until` are due. None
+        between two looks."""
+        self._until = 0.0
         self._rests_until = -inf
         """The end of the pause after the last look."""
         self.is_in_use = False
@@ -92,6 +96,8 @@ class TimeLimits:
         if not self.is_in_use:
             self._use()
         self._set_timer(begin_by + SETTLED)
+        if self._round is not None:
+            self._round.earliest = min(self._round.earliest, begin_by)
         self._seconds, self._begin_by, self._open_until = seconds, begin_by, begin_by - seconds  # only now: they rely on the timer
 
     def _use(self) -> None:
@@ -107,42 +113,55 @@ class TimeLimits:
             if self._timer is not None and self._due <= when:  # that of a call which a garbage collection has made meanwhile
                 timer.cancel()
                 return
-            self.stop()  # only now: if the loop could not make the new one, the old one stays
+            self._drop_timer()  # only now: if the loop could not make the new one, the old one stays
             self._due, self._timer = when, timer
 
     def catch_up(self) -> None:
         """Look soon if the loop has lost the timer."""
         if is_lost(self._timer, self._loop):
-            self.stop()
+            self._drop_timer()
             self._set_timer(self._due)
         if self.hard is not None:
             self.hard.catch_up()
 
     def _look(self) -> None:
+        """Look through the next piece of the pending calls. If there are more, the loop does other things before the next one."""
         self._timer = None
-        self._open_until = 0.0  # the next call opens a deadline, and so sets the timer
         began = monotonic()
         try:
-            due, earliest = self._found(self._looked, began - SETTLED)
-            self._rests_until = end_of_pause(began, monotonic())
-            if earliest < inf:
-                self._set_timer(earliest + SETTLED)
-        except BaseException:  # such as a KeyboardInterrupt: look again, or no caller would hear
+            if self._round is None:
+                self._open_until = 0.0  # the next call opens a deadline, and so sets the timer
+                self._until = began - SETTLED
+                self._round = Pieces(self._calls.pending())
+            current = self._round
+            due, earliest = self._found(current.piece())
+            has_more = current.looked(earliest, monotonic() - began)
+            if has_more:
+                self._set_timer(began)
+            else:
+                self._round = None
+                self._rests_until = end_of_pause(current.seconds, monotonic())
+                if current.earliest < inf:
+                    self._set_timer(current.earliest + SETTLED)
+            Faults("calls had waited for their queue_timeout").run(*due)
+        except BaseException:  # such as a KeyboardInterrupt: look at all of them again, or no caller would hear
+            self._round = None
             self._set_timer(began + SETTLED)
             raise
-        self._looked = began - SETTLED  # only now: nobody looks at these calls again
-        Faults("calls had waited for their queue_timeout").run(*due)
+        if not has_more:
+            self._looked = self._until  # only now: nobody looks at these calls again
 
-    def _found(self, after: float, until: float) -> tuple[list[Callable[[], None]], float]:
-        """Return steps that end the calls whose deadline is in this period, and the earliest deadline after it."""
+    def _found(self, calls: list[PendingCall]) -> tuple[list[Callable[[], None]], float]:
+        """Return steps that end those of these calls whose deadline is due, and the earliest deadline of the others."""
         due: list[Callable[[], None]] = []
         earliest = inf
-        for call in self._calls.pending():
+        for call in calls:
             begin_by = call.begin_by
-            if begin_by is None or begin_by <= after:
+            if begin_by is None or begin_by <= self._looked:
                 continue
-            if begin_by > until:
-                earliest = min(earliest, begin_by)
+            if begin_by > self._until:
+                if begin_by < earliest and not call.done():
+                    earliest = begin_by
             else:
                 due.append(partial(self._expire, call))
         return due, earliest
@@ -163,7 +182,11 @@ class TimeLimits:
             member.tell(CANCEL, call.call_id, None)
 
     def stop(self) -> None:
-        """Stop the timer. Idempotent."""
+        """Stop the timer, since all calls have ended. Idempotent."""
+        self._drop_timer()
+        self._round = None
+
+    def _drop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
