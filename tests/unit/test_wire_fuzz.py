@@ -34,15 +34,24 @@ class Loop:
 
     def __init__(self, real: asyncio.AbstractEventLoop) -> None:
         self.create_future = real.create_future
-        self.soon: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self.soon: deque[asyncio.Handle] = deque()
 
     def _nothing(self, *_: Any) -> Any:
         return self
 
-    add_reader = remove_reader = add_writer = remove_writer = call_later = _nothing
+    add_reader = remove_reader = add_writer = remove_writer = call_later = call_at = _nothing
 
-    def call_soon(self, fn: Callable[..., Any], *args: Any) -> None:
-        self.soon.append((fn, args))
+    def call_soon(self, fn: Callable[..., Any], *args: Any) -> asyncio.Handle:
+        handle = asyncio.Handle(fn, args, self)  # type: ignore[arg-type]
+        self.soon.append(handle)
+        return handle
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Raise what a callback has raised."""
+        raise context["exception"]
+
+    def get_debug(self) -> bool:
+        return False
 
     call_soon_threadsafe = call_soon
 
@@ -64,8 +73,9 @@ class Loop:
 
     def turn(self) -> None:
         while self.soon:
-            fn, args = self.soon.popleft()
-            fn(*args)
+            handle = self.soon.popleft()
+            if not handle.cancelled():
+                handle._run()
 
 
 class Sock:
