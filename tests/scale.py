@@ -28,6 +28,8 @@ LONGEST: Final = 0.05
 GROWTH: Final = 0.2
 """The same for a step in which the tables of the keys grow. CPython moves all entries of a dictionary at once: the last time those
 of four with 699,051 entries each, which takes 25 ms for each of them."""
+LISTED: Final = 0.1
+"""The same for a step in which a time limit is over: it lists all calls that wait, before it looks through them piece by piece."""
 CHUNK: Final = 100
 """Calls made in one step."""
 WORKERS: Final = 2
@@ -135,7 +137,7 @@ class Scale:
         await runner.start()
         made: list[asyncio.Future[int]] = []
         await self.phase("made", lambda: self.make(runner, count, made, queue_timeout=10.0, hard_timeout=5.0))
-        await self.phase("their time is over", lambda: until(lambda: runner.statistics().queued <= IN_WORKERS))
+        await self.phase("their time is over", lambda: until(lambda: runner.statistics().queued <= IN_WORKERS), LISTED)
         await self.phase("a close", lambda: runner.aclose(grace=0))
         wrong = sum(not isinstance(call.exception(), TimeoutError) for call in made)
         if wrong > IN_WORKERS:
