@@ -182,23 +182,19 @@ class Family:
                 "a __del__ that a garbage collection has run waits for a call, in the middle of a step of percore that has to "
                 "end first: make such calls before, in a `with` block or a method that closes the object"
             )
-        with others_may_build():
-            self._wait(until)
-
-    @step
-    def _wait(self, until: Callable[[], object]) -> None:
         plain = self.families.plain
-        with self._waiting:
-            if not self.waits:
-                plain.step_aside(self.call_id & ID_MASK)
-            self.waits += 1
-        try:
-            until()
-        finally:
+        with others_may_build():
             with self._waiting:
-                self.waits -= 1
                 if not self.waits:
-                    plain.come_back(self.call_id & ID_MASK)
+                    plain.step_aside(self.call_id & ID_MASK)
+                self.waits += 1
+            try:
+                until()
+            finally:
+                with self._waiting:
+                    self.waits -= 1
+                    if not self.waits:
+                        plain.come_back(self.call_id & ID_MASK)
 
 
 class Families:
